@@ -31,12 +31,8 @@ from torch import Tensor
 from tilefold.ops import maxsim_topk, quantize_tokens
 from tilefold.retrieval import encode_tokens, load_collection, open_tokens
 from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
-from tilefold.retrieval.encoding.pages import (
-    EncodingStep,
-    encode_features,
-    image_features,
-    prepare_ahead,
-)
+from tilefold.retrieval.encoding.page_workers import prepare_ahead
+from tilefold.retrieval.encoding.pages import EncodingStep, encode_features, image_features
 from tilefold.testing.page_models import (
     COLPALI_3B,
     PageModelSize,

@@ -31,12 +31,17 @@ from tilefold.retrieval import (
 )
 from tilefold.retrieval.data.collection import Content
 from tilefold.retrieval.data.pages import pdfium_lock
+from tilefold.retrieval.encoding import page_workers
 from tilefold.retrieval.encoding import pages as page_encoding
+from tilefold.retrieval.encoding.page_workers import (
+    PageWorker,
+    PendingStep,
+    default_page_workers,
+)
 from tilefold.retrieval.encoding.pages import (
+    EncodingStep,
     PageBatch,
     PagePreparation,
-    _Worker,
-    default_page_workers,
     encode_images,
 )
 from tilefold.retrieval.errors import DataError
@@ -281,11 +286,14 @@ def test_a_worker_that_is_started_while_a_pdf_is_rendered_can_render_another(
     pdfium_lock.acquire()  # as a thread that renders
     threading.Timer(0.1, pdfium_lock.release).start()
 
-    with _Worker(PagePreparation(models["colqwen2"])) as worker:
+    pending = PendingStep(EncodingStep(0, [page], [0]), part_size=None, pin_memory=False)
+    with PageWorker(PagePreparation(models["colqwen2"])) as worker:
         worker.submit(PageBatch([0], [page]))
         assert worker._results.poll(60)
-        prepared = worker.receive()
+        worker.receive_into(pending)
 
+    _, prepared = pending.result()
+    assert prepared is not None
     assert not prepared.failures
     assert [positions for positions, _ in prepared.groups] == [[0]]
 
@@ -423,12 +431,12 @@ def test_dense_vectors_of_pages_are_refused(
 
 def test_few_pages_need_no_worker_processes() -> None:
     assert default_page_workers(63) == 0
-    assert 1 <= default_page_workers(64) <= 8
+    assert 1 <= default_page_workers(64) <= 16
 
 
 def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(page_encoding, "share_of_cores", {1: 32, 4: 8}.__getitem__)
+    monkeypatch.setattr(page_workers, "share_of_cores", {1: 32, 4: 8}.__getitem__)
 
     assert default_page_workers(64) == 7
 

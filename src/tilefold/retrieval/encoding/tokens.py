@@ -30,16 +30,15 @@ from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
 from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
+from tilefold.retrieval.encoding.page_workers import default_page_workers, prepare_ahead
 from tilefold.retrieval.encoding.pages import (
     EncodingStep,
     PreparedPages,
     check_encodes_images,
     contains_pages,
-    default_page_workers,
     encode_features,
     encode_images,
     pool_tokens,
-    prepare_ahead,
 )
 from tilefold.retrieval.encoding.pending_shards import encode_in_memory
 from tilefold.retrieval.encoding.sparse import (
@@ -106,7 +105,7 @@ def encode_tokens(
             merges none.
         dpi: dots per inch at which pages of PDFs are rendered.
         page_workers: number of processes that decode pages ahead of the model. By default one per
-            spare core, at most 8, and none for fewer than 64 pages. 0 decodes in this process.
+            spare core, at most 16, and none for fewer than 64 pages. 0 decodes in this process.
         batch_size: maximum number of texts or pages per batch. By default 8 pages or 32 texts, and
             for an accelerated model as many texts as `batch_tokens` allows.
         batch_tokens: maximum number of tokens per batch of an accelerated model. By default a

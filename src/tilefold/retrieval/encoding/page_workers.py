@@ -1,0 +1,605 @@
+"""Worker processes that prepare pages: they decode them and apply the model's processor.
+
+A batch is divided into parts of a few pages, which several workers prepare at the same time. So the
+first batch is ready soon, and all workers take part in it. A worker writes the features of a part
+to memory that it shares with its parent, whose thread copies them into the tensors of the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import multiprocessing
+import os
+import queue
+import signal
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from tilefold._internal.typing import Model
+from tilefold.distributed.ranks import share_of_cores
+from tilefold.pipeline.threads import Prefetcher
+from tilefold.retrieval.data.pages import pdfium_lock
+from tilefold.retrieval.encoding.pages import (
+    EncodingStep,
+    PageBatch,
+    PagePreparation,
+    PreparedPages,
+    has_fixed_shapes,
+)
+from tilefold.retrieval.errors import DataError
+
+__all__ = [
+    "FeatureCollector",
+    "PageWorker",
+    "SharedBuffer",
+    "default_page_workers",
+    "prepare_ahead",
+]
+
+_MAX_WORKERS = 16
+# Fewer pages are decoded in this process, because starting workers takes longer.
+_MIN_PAGES_FOR_WORKERS = 64
+_PAGES_PER_PART = 4
+_BUFFERS_PER_WORKER = 2  # parts of each worker that are in preparation or wait for their batch
+_PARENT_CHECK_SECONDS = 2.0  # time after which an idle worker checks whether its parent has ended
+_ALIGNMENT = 64  # bytes, a cache line
+
+
+def default_page_workers(n_pages: int) -> int:
+    """Return the number of worker processes that decode pages: one per spare core, at most 16.
+
+    Ranks of the same machine share its cores. There are no workers for a few pages, and where
+    processes cannot be forked.
+
+    Args:
+        n_pages: number of pages to decode.
+    """
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    if not can_fork or n_pages < _MIN_PAGES_FOR_WORKERS:
+        return 0
+    ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    n_cores = share_of_cores(max(1, ranks_of_machine))
+    return max(1, min(n_cores - 1, _MAX_WORKERS))
+
+
+def prepare_ahead(
+    model: Model,
+    steps: Iterable[EncodingStep],
+    dpi: int,
+    n_workers: int,
+) -> Generator[tuple[EncodingStep, PreparedPages | None], None, None]:
+    """Prepare the pages of steps in worker processes, while the caller encodes earlier ones.
+
+    A thread takes the steps and receives the features from the workers, so that the caller waits
+    only for features that are not ready yet. For a model on a GPU, features are in pinned memory.
+
+    Batches have the same features for every number of workers.
+
+    Args:
+        model: a ``MultiVectorEncoder`` of images.
+        steps: the steps, which are taken a few ahead of the results.
+        dpi: dots per inch at which pages of PDFs are rendered.
+        n_workers: number of processes; 0 prepares each batch in this process when it is needed.
+
+    Yields:
+        The steps in order, without pauses, and the features of their pages; None for a step
+        without pages.
+    """
+    preparation = PagePreparation(model, dpi)
+    # A processor of dynamic shapes pads the pages of a batch to the largest one, so it must see all
+    # of them.
+    part_size = _PAGES_PER_PART if has_fixed_shapes(model) else None
+    pin_memory = torch.device(getattr(model, "device", "cpu")).type == "cuda"
+    pending_steps = (PendingStep(step, part_size, pin_memory) for step in steps)
+    if not n_workers:
+        for pending in pending_steps:
+            if not pending.step.is_pause:
+                for part in pending.parts:
+                    pending.add(preparation.prepare(part))
+                yield pending.result()
+        return
+    with ExitStack() as stack:
+        workers = [stack.enter_context(PageWorker(preparation)) for _ in range(n_workers)]
+        prefetcher = stack.enter_context(
+            Prefetcher(
+                _prepare_with_workers(pending_steps, workers),
+                depth=1,
+                name="tilefold-pages",
+            ),
+        )
+        yield from prefetcher
+
+
+class PendingStep:
+    """A step whose pages are prepared in parts.
+
+    Attributes:
+        step: the step.
+        parts: the pages of the batch, divided; empty for a step without pages.
+
+    Args:
+        step: the step.
+        part_size: pages of a part; None does not divide the batch.
+        pin_memory: whether the features are in pinned memory.
+    """
+
+    def __init__(self, step: EncodingStep, part_size: int | None, pin_memory: bool) -> None:
+        self.step = step
+        batch = step.pages
+        self._has_pages = batch is not None
+        self.parts = [] if batch is None else batch.divide(part_size)
+        self._n_missing = len(self.parts)
+        n_pages = sum(len(part.pages) for part in self.parts)
+        self._collector = FeatureCollector(n_pages, pin_memory)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts have been added."""
+        return self._n_missing == 0
+
+    def add(self, prepared: PreparedPages) -> None:
+        """Copy the features of the next part."""
+        self._collector.add(prepared)
+        self._n_missing -= 1
+
+    def result(self) -> tuple[EncodingStep, PreparedPages | None]:
+        """Return the step and the features of its pages; None for a step without pages."""
+        return self.step, self._collector.prepared() if self._has_pages else None
+
+
+def _prepare_with_workers(
+    pending_steps: Iterable[PendingStep],
+    workers: Sequence[PageWorker],
+) -> Iterator[tuple[EncodingStep, PreparedPages | None] | None]:
+    """Submit the parts of steps to workers in turn, and yield complete steps in order.
+
+    Args:
+        pending_steps: the steps.
+        workers: the processes.
+
+    Yields:
+        Each step with the features of its pages; None for a pause.
+    """
+    waiting_steps: deque[PendingStep] = deque()
+    parts_in_flight: deque[tuple[PageWorker, PendingStep]] = deque()
+    next_workers = itertools.cycle(workers)
+
+    def receive_oldest_part() -> None:
+        worker, pending = parts_in_flight.popleft()
+        worker.receive_into(pending)
+
+    def finished_steps() -> Iterator[tuple[EncodingStep, PreparedPages | None]]:
+        while waiting_steps and waiting_steps[0].is_complete:
+            yield waiting_steps.popleft().result()
+
+    for pending in pending_steps:
+        if pending.step.is_pause:  # finish all steps, because the next window may wait for them
+            while parts_in_flight:
+                receive_oldest_part()
+                yield from finished_steps()
+            yield None
+            continue
+        waiting_steps.append(pending)
+        for part in pending.parts:
+            worker = next(next_workers)
+            if not worker.has_free_buffer:  # then the oldest part is one of this worker
+                receive_oldest_part()
+                yield from finished_steps()
+            worker.submit(part)
+            parts_in_flight.append((worker, pending))
+        yield from finished_steps()  # a step without pages waits for those before it only
+    while parts_in_flight:
+        receive_oldest_part()
+        yield from finished_steps()
+
+
+class FeatureCollector:
+    """Joins the features of the parts of a batch.
+
+    Parts whose features have the same shapes for every page become one group, as if the processor
+    had been applied to all of their pages at once. Others become groups of their own.
+
+    Args:
+        n_pages: number of pages of the batch.
+        pin_memory: whether the features are in pinned memory, from which a GPU copies them while
+            the CPU goes on.
+    """
+
+    def __init__(self, n_pages: int, pin_memory: bool = False) -> None:
+        self._n_expected = n_pages  # pages of the batch that were not added yet
+        self._pin_memory = pin_memory
+        self._groups: list[_FeatureGroup] = []
+        self._failures: dict[int, Exception] = {}
+
+    def add(self, part: PreparedPages) -> None:
+        """Copy the features of a part, and note which of its pages have failed."""
+        self._failures.update(part.failures)
+        self._n_expected -= len(part.failures)
+        for positions, features in part.groups:
+            if not (self._groups and self._groups[-1].accepts(positions, features)):
+                group = _FeatureGroup(positions, features, self._n_expected, self._pin_memory)
+                self._groups.append(group)
+            self._groups[-1].append(positions, features)
+            self._n_expected -= len(positions)
+
+    def prepared(self) -> PreparedPages:
+        """Return the features and the failures of all parts."""
+        groups = [(group.positions, group.features()) for group in self._groups]
+        return PreparedPages(groups, self._failures)
+
+
+class _FeatureGroup:
+    """Features of pages that the model reads together, in tensors with room for further pages.
+
+    Attributes:
+        positions: positions of the pages so far.
+
+    Args:
+        positions: positions of the first pages.
+        features: their features, which decide shapes and number types, and are not copied yet.
+        capacity: number of pages for which there is room.
+        pin_memory: whether the tensors are in pinned memory.
+    """
+
+    def __init__(
+        self,
+        positions: Sequence[int],
+        features: Mapping[str, Any],
+        capacity: int,
+        pin_memory: bool,
+    ) -> None:
+        self.positions: list[int] = []
+        tensors = _tensors_of(features)
+        self._other_features = _other_features_of(features)
+        # Tensors with a row for each page can be joined, and what describes all pages, such as
+        # the modality. A list may have an entry for each page.
+        self._can_grow = all(
+            value.dim() > 0 and value.size(0) == len(positions) for value in tensors.values()
+        ) and all(
+            value is None or isinstance(value, str | int | float)
+            for value in self._other_features.values()
+        )
+        self._tensors = {
+            name: torch.empty(
+                (capacity, *value.shape[1:]) if self._can_grow else value.shape,
+                dtype=value.dtype,
+                pin_memory=pin_memory,
+            )
+            for name, value in tensors.items()
+        }
+
+    def accepts(self, positions: Sequence[int], features: Mapping[str, Any]) -> bool:
+        """Return whether features can be appended: whether they have the shapes of the others.
+
+        Args:
+            positions: positions of further pages.
+            features: their features.
+        """
+        tensors = _tensors_of(features)
+        if not self._can_grow or tensors.keys() != self._tensors.keys():
+            return False
+        if _other_features_of(features) != self._other_features:
+            return False
+        return all(
+            value.dtype == self._tensors[name].dtype
+            and value.shape == (len(positions), *self._tensors[name].shape[1:])
+            for name, value in tensors.items()
+        )
+
+    def append(self, positions: Sequence[int], features: Mapping[str, Any]) -> None:
+        """Copy features, which must be the first ones or accepted."""
+        start = len(self.positions)
+        self.positions.extend(positions)
+        for name, value in _tensors_of(features).items():
+            tensor = self._tensors[name]
+            rows = tensor[start : len(self.positions)] if self._can_grow else tensor
+            rows.copy_(value)
+
+    def features(self) -> dict[str, Any]:
+        """Return the features of all pages so far."""
+        tensors = self._tensors
+        if self._can_grow:
+            n_pages = len(self.positions)
+            tensors = {name: tensor[:n_pages] for name, tensor in tensors.items()}
+        return {**tensors, **self._other_features}
+
+
+def _tensors_of(features: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the features that are tensors."""
+    return {name: value for name, value in features.items() if isinstance(value, Tensor)}
+
+
+def _other_features_of(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the features that are not tensors."""
+    return {name: value for name, value in features.items() if not isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A tensor in a :class:`SharedBuffer`.
+
+    Attributes:
+        dtype: number type.
+        shape: sizes.
+        offset: position of the first byte in the buffer.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SharedBuffer:
+    """Memory that a worker process writes and its parent reads.
+
+    It is a file in memory without a name, which grows as far as the worker needs it. The tensors
+    that torch shares lie in ``/dev/shm`` instead, which has only 64 MB in many containers.
+    """
+
+    def __init__(self) -> None:
+        self._file = _open_memory_file()
+        self._memory: mmap.mmap | None = None
+
+    def write(self, tensors: Sequence[Tensor]) -> list[SharedTensor]:
+        """Copy tensors into the memory, in place of earlier ones.
+
+        Args:
+            tensors: tensors on the CPU.
+
+        Returns:
+            Where each tensor is.
+        """
+        shared_tensors: list[SharedTensor] = []
+        end = 0
+        for tensor in tensors:
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT  # rounded up
+            shared_tensors.append(SharedTensor(tensor.dtype, tuple(tensor.shape), offset))
+            end = offset + tensor.numel() * tensor.element_size()
+        if os.fstat(self._file.fileno()).st_size < end:
+            os.truncate(self._file.fileno(), end)
+        for tensor, shared_tensor in zip(tensors, shared_tensors, strict=True):
+            self.read(shared_tensor).copy_(tensor)
+        return shared_tensors
+
+    def read(self, shared_tensor: SharedTensor) -> Tensor:
+        """Return a tensor without copying it. Its values change with the next call of `write`."""
+        tensor = torch.empty(0, dtype=shared_tensor.dtype)
+        n_values = torch.Size(shared_tensor.shape).numel()
+        if n_values == 0:
+            return tensor.reshape(shared_tensor.shape)
+        end = shared_tensor.offset + n_values * tensor.element_size()
+        if self._memory is None or len(self._memory) < end:
+            self._memory = mmap.mmap(self._file.fileno(), 0)  # of the size of the file
+        values = torch.frombuffer(
+            self._memory,
+            dtype=shared_tensor.dtype,
+            count=n_values,
+            offset=shared_tensor.offset,
+        )
+        return values.view(shared_tensor.shape)
+
+    def close(self) -> None:
+        """Release the memory, once no tensor uses it any more."""
+        self._memory = None
+        self._file.close()
+
+
+def _open_memory_file() -> IO[bytes]:
+    """Open a file without a name: in memory on Linux, and in the folder of such files elsewhere."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("tilefold-pages"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Pages that a worker prepares, and the buffer to which it writes their features.
+
+    Attributes:
+        pages: the pages.
+        buffer: number of the buffer, which is used for nothing else until they are received.
+    """
+
+    pages: PageBatch
+    buffer: int
+
+
+class PageWorker:
+    """A process that prepares parts of batches one after the other.
+
+    The process is forked when it has its first part. It needs the model's processor and none of its
+    weights. If a page ends the process, as a decoder written in C may do, the page has failed, and
+    a new process continues.
+
+    Args:
+        preparation: decodes the pages.
+    """
+
+    def __init__(self, preparation: PagePreparation) -> None:
+        self._preparation = preparation
+        self._buffers = [SharedBuffer() for _ in range(_BUFFERS_PER_WORKER)]
+        self._free_buffers = deque(range(_BUFFERS_PER_WORKER))
+        self._pending: deque[_Task] = deque()
+        self._process: Any = None
+
+    def _start(self) -> None:
+        """Fork a process that waits for tasks."""
+        context = multiprocessing.get_context("fork")
+        # A queue never blocks its writer, so that both sides cannot wait for one another.
+        self._tasks: Any = context.Queue()
+        self._results, results_of_process = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_prepare_tasks,
+            args=(
+                self._tasks,
+                results_of_process,
+                self._results,
+                self._buffers,
+                self._preparation,
+            ),
+            daemon=True,
+        )
+        with warnings.catch_warnings(), pdfium_lock:
+            # Python warns that a fork of a process with threads may deadlock. The new process does
+            # not use what these threads have locked, except PDFium, which no thread calls now.
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+            self._process.start()
+        # The process has the only end now, so that its death ends the connection.
+        results_of_process.close()
+
+    @property
+    def has_free_buffer(self) -> bool:
+        """Whether the process can be given another part."""
+        return bool(self._free_buffers)
+
+    def submit(self, part: PageBatch) -> None:
+        """Let the process prepare pages after those that were submitted before.
+
+        Args:
+            part: the pages. There must be a free buffer for their features.
+        """
+        if self._process is None:
+            self._start()
+        task = _Task(part, self._free_buffers.popleft())
+        self._pending.append(task)
+        self._tasks.put(task)
+
+    def receive_into(self, pending: PendingStep) -> None:
+        """Add the features of the oldest pages that were submitted to a step, once prepared."""
+        task = self._pending.popleft()
+        prepared = self._receive(task)
+        if prepared is not None:
+            pending.add(prepared)
+        else:
+            self._restart()
+            pending.add(self._prepare_one_by_one(task))
+            for waiting_task in self._pending:
+                self._tasks.put(waiting_task)
+        self._free_buffers.append(task.buffer)
+
+    def _receive(self, task: _Task) -> PreparedPages | None:
+        """Wait for the features of a task; None if the process has ended instead.
+
+        The features are tensors in the buffer of the task.
+        """
+        try:
+            prepared: PreparedPages = self._results.recv()
+        except (EOFError, OSError):
+            return None
+        buffer = self._buffers[task.buffer]
+        prepared.groups = [
+            (positions, _read_features(buffer, features)) for positions, features in prepared.groups
+        ]
+        return prepared
+
+    def _prepare_one_by_one(self, task: _Task) -> PreparedPages:
+        """Prepare pages one by one, to find the one on which the process ends."""
+        collector = FeatureCollector(len(task.pages.pages))
+        for single_page in task.pages.divide(1):
+            single_task = replace(task, pages=single_page)
+            self._tasks.put(single_task)
+            prepared = self._receive(single_task)
+            if prepared is None:
+                self._restart()
+                (position,) = single_page.positions
+                (page,) = single_page.pages
+                error = DataError(
+                    f"{page.file}: decoding page {page.number} has ended its process. Replace the "
+                    "file, or leave it out.",
+                )
+                prepared = PreparedPages(failures={position: error})
+            collector.add(prepared)
+        return collector.prepared()
+
+    def _restart(self) -> None:
+        """Replace a process that has ended."""
+        self._stop()
+        self._start()
+
+    def _stop(self) -> None:
+        """End the process, which has nothing to save."""
+        self._process.kill()
+        self._process.join()
+        self._tasks.close()
+        self._tasks.cancel_join_thread()
+        self._results.close()
+
+    def __enter__(self) -> PageWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._stop()
+        for buffer in self._buffers:
+            buffer.close()
+
+
+def _prepare_tasks(
+    tasks: Any,
+    results: Any,
+    results_of_parent: Any,
+    buffers: Sequence[SharedBuffer],
+    preparation: PagePreparation,
+) -> None:
+    """Prepare the pages of tasks in a worker process, until its parent ends.
+
+    Args:
+        tasks: queue of tasks.
+        results: connection that takes a result for each task.
+        results_of_parent: the end of this connection that the parent reads.
+        buffers: take the features.
+        preparation: decodes the pages.
+    """
+    pdfium_lock.release()  # held by the thread that has forked this process
+    # A copy of the reading end would keep the pipe open, so that writing to it could wait for ever
+    # after the parent has ended.
+    results_of_parent.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    torch.set_num_threads(1)  # there is a worker for each core
+    parent = os.getppid()
+    while os.getppid() == parent:
+        try:
+            task: _Task = tasks.get(timeout=_PARENT_CHECK_SECONDS)
+        except queue.Empty:
+            continue
+        prepared = preparation.prepare(task.pages)
+        _write_features(buffers[task.buffer], prepared)
+        try:
+            results.send(prepared)
+        except OSError:  # the parent has ended
+            return
+
+
+def _write_features(buffer: SharedBuffer, prepared: PreparedPages) -> None:
+    """Move tensors into a buffer, and replace them by the places where they are."""
+    tensors = [
+        tensor for _, features in prepared.groups for tensor in _tensors_of(features).values()
+    ]
+    places = iter(buffer.write(tensors))
+    prepared.groups = [
+        (
+            positions,
+            {
+                name: next(places) if isinstance(value, Tensor) else value
+                for name, value in features.items()
+            },
+        )
+        for positions, features in prepared.groups
+    ]
+
+
+def _read_features(buffer: SharedBuffer, features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return features whose tensors are in a buffer."""
+    return {
+        name: buffer.read(value) if isinstance(value, SharedTensor) else value
+        for name, value in features.items()
+    }
