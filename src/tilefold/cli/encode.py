@@ -263,7 +263,8 @@ class EncodeRequest(EncodingOptions, _retrievers.PassageOptions, DocumentFieldOp
     page_workers: Annotated[
         int | None,
         option(
-            "Pages: processes that decode them ahead of the model; by default one per spare core.",
+            "Pages: processes that decode them ahead of the model; by default one per spare core, "
+            "at most 16.",
             min=0,
             panel="Shards and processes",
         ),

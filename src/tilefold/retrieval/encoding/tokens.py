@@ -239,6 +239,8 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         super().__post_init__()
         if self.contains_pages:
             self.stream = self.page_stream
+            # A shard of pages is large: a GPU would wait for a noticeable time while it is written.
+            self.is_streaming = True
 
     def _uses_model_stream(self) -> bool:
         """Return whether the stream of an accelerated model fits this job.
