@@ -108,7 +108,8 @@ def prepare_ahead(
                 yield pending.result()
         return
     with ExitStack() as stack:
-        workers = [stack.enter_context(PageWorker(preparation)) for _ in range(n_workers)]
+        workers = [PageWorker(preparation) for _ in range(n_workers)]
+        stack.callback(_close_workers, workers)
         prefetcher = stack.enter_context(
             Prefetcher(
                 _prepare_with_workers(pending_steps, workers),
@@ -200,6 +201,15 @@ def _prepare_with_workers(
     while parts_in_flight:
         receive_oldest_part()
         yield from finished_steps()
+    _close_workers(workers)  # while the model computes the last batches
+
+
+def _close_workers(workers: Sequence[PageWorker]) -> None:
+    """End all processes at the same time, because each takes a while to release its memory."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.close()
 
 
 class FeatureCollector:
@@ -526,21 +536,31 @@ class PageWorker:
         self._start()
 
     def _stop(self) -> None:
-        """End the process, which has nothing to save."""
-        self._process.kill()
+        """End the process, which has nothing to save, and wait until it has ended."""
+        self.kill()
         self._process.join()
+        self._process = None
         self._tasks.close()
         self._tasks.cancel_join_thread()
         self._results.close()
+
+    def kill(self) -> None:
+        """Tell the process, if there is one, to end at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the process, and release the buffers. A second call does nothing."""
+        if self._process is not None:
+            self._stop()
+        for buffer in self._buffers:
+            buffer.close()
 
     def __enter__(self) -> PageWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._stop()
-        for buffer in self._buffers:
-            buffer.close()
+        self.close()
 
 
 def _prepare_tasks(
