@@ -6,6 +6,7 @@ import base64
 import io
 import shutil
 import struct
+import time
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -277,6 +278,11 @@ def test_forms_with_wrong_parts_are_refused(
             "is not UTF-8",
             id="another encoding",
         ),
+        pytest.param(
+            b"--b\r\nContent-Disposition: form-data; name*=a; name*0=b\r\n\r\ntext\r\n--b--",
+            "has no name",
+            id="a malformed encoded name",
+        ),
     ],
 )
 def test_bodies_that_are_no_forms_are_refused(client: Client, body: bytes, reason: str) -> None:
@@ -293,6 +299,11 @@ def test_bodies_that_are_no_forms_are_refused(client: Client, body: bytes, reaso
         pytest.param("/tokenize", "multipart/form-data; boundary=b", id="a route without images"),
         pytest.param("/embed_all", "multipart/form-data", id="no boundary"),
         pytest.param("/embed_all", "image/png", id="a file alone"),
+        pytest.param(
+            "/embed_all",
+            "multipart/form-data; boundary*=a; boundary*0=b",
+            id="a malformed encoded boundary",
+        ),
     ],
 )
 def test_other_types_of_bodies_are_refused(client: Client, path: str, content_type: str) -> None:
@@ -305,6 +316,31 @@ def test_a_file_with_line_breaks_and_hyphens_is_read_as_it_is() -> None:
     head = b'--boundary \r\nContent-Disposition: form-data; filename="a\r;b"; name="inputs"\r\n\r\n'
     fields = parse_form(head + content + b"\r\n--boundary--\r\n", b"boundary")
     assert fields == {"inputs": [ImageData(content)]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "value"),
+    [
+        pytest.param(b"; name=inputs", "x", id="a name without quotes"),
+        pytest.param(b';Name = "inputs"', "x", id="upper case and spaces"),
+        pytest.param(b"; name=inputs; filename*=UTF-8''%C3%A4.png", None, id="an encoded name"),
+        pytest.param(b'; name="inputs"; filename="C:\\new\\"', None, id="a name of Windows"),
+        pytest.param(b'; filename="a\\";name=b.png"; name="inputs"', None, id="an escaped quote"),
+    ],
+)
+def test_parameters_of_a_part_are_read(parameters: bytes, value: str | None) -> None:
+    head = b"--b\r\ncontent-disposition: Form-Data" + parameters + b"\r\n\r\n"
+    expected = ImageData(b"x") if value is None else value
+    assert parse_form(head + b"x\r\n--b--", b"b") == {"inputs": [expected]}
+
+
+def test_a_form_of_long_headers_is_read_in_linear_time() -> None:
+    disposition = b'Content-Disposition: form-data; name="inputs"; x="' + b";" * 8000 + b'"'
+    part = b"--b\r\n" + disposition + b"\r\n\r\nx\r\n"
+    started = time.process_time()
+    fields = parse_form(part * 100 + b"--b--", b"b")
+    assert len(fields["inputs"]) == 100
+    assert time.process_time() - started < 2  # the parser of `email` takes about 10 s
 
 
 def test_more_pixels_than_are_decoded_at_once_are_refused(parts: PageParts) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from email.message import Message
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,28 @@ _MAX_HEAD_BYTES = 8192  # of the headers of a part
 # Fields that are lists, so that a form may have several parts of this name.
 _LIST_FIELDS = frozenset({"inputs", "texts", "documents"})
 _IMAGE_FIELDS = frozenset({"inputs", "documents"})
+# A parameter of a header, such as `; name="inputs"`. Values may be in quotes.
+_PARAMETER = re.compile(
+    r"""
+    ;[ \t]*([^\s;="]+)[ \t]*=[ \t]*  # the name
+    (?:"((?:[^"\\]|\\.)*)"         # a value in quotes
+    |([^\s;"]*))                   # a value without quotes
+    """,
+    re.VERBOSE,
+)
+_ESCAPED_CHARACTER = re.compile(r"""\\(["\\])""")
+
+
+class _Header(NamedTuple):
+    """A header with parameters, such as ``Content-Type``.
+
+    Attributes:
+        value: the text before the parameters, in lower case.
+        parameters: name in lower case -> value, without its quotes.
+    """
+
+    value: str
+    parameters: dict[str, str]
 
 
 class _Part(NamedTuple):
@@ -41,11 +63,9 @@ def form_boundary(content_type: bytes) -> bytes | None:
     Returns:
         The boundary; ``None`` for another type than ``multipart/form-data``, or without a boundary.
     """
-    header = _header(content_type.decode("latin-1"))
-    if header.get_content_type() != FORM:
-        return None
-    boundary = header.get_param("boundary")
-    if not isinstance(boundary, str) or not boundary:
+    header = _parse_header(content_type.decode("latin-1"))
+    boundary = header.parameters.get("boundary")
+    if header.value != FORM or not boundary:
         return None
     return boundary.encode("latin-1")
 
@@ -143,21 +163,29 @@ def _part(piece: bytes) -> _Part:
     for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-    disposition = _header(headers.get("content-disposition", ""))
-    field_name = disposition.get_param("name")
-    if disposition.get_content_disposition() != "form-data" or not isinstance(field_name, str):
+    disposition = _parse_header(headers.get("content-disposition", ""))
+    field_name = disposition.parameters.get("name")
+    if disposition.value != "form-data" or field_name is None:
         raise _malformed("a part has no name")
-    has_file_name = disposition.get_param("filename") is not None
+    # The name of a file may have an encoding (RFC 5987), which the asterisk announces.
+    has_file_name = not disposition.parameters.keys().isdisjoint({"filename", "filename*"})
     is_image = headers.get("content-type", "").lower().startswith("image/")
     return _Part(field_name, content, is_file=has_file_name or is_image)
 
 
-def _header(value: str) -> Message:
-    """Return a header with parameters, which can be read as ``Content-Type`` or disposition."""
-    message = Message()
-    message["content-type"] = value
-    message["content-disposition"] = value
-    return message
+def _parse_header(text: str) -> _Header:
+    """Divide the text of a header into its value and its parameters.
+
+    The parser of the module ``email`` takes quadratic time, and fails for some malformed headers.
+    Of several parameters with the same name, the first one counts.
+    """
+    value, _, _ = text.partition(";")
+    parameters: dict[str, str] = {}
+    for match in _PARAMETER.finditer(text, len(value)):
+        name, quoted, token = match.groups()
+        parameter = token if quoted is None else _ESCAPED_CHARACTER.sub(r"\1", quoted)
+        parameters.setdefault(name.lower(), parameter)
+    return _Header(value.strip().lower(), parameters)
 
 
 def _malformed(reason: str) -> ServeError:
