@@ -23,6 +23,7 @@ from sentence_transformers import SentenceTransformer
 from tests.serve.running import Client, Reply, served, serving, wait_until
 from tilefold import cli
 from tilefold import retrieval as r
+from tilefold._internal import files
 from tilefold._internal.files import InUseError
 from tilefold.recipes.backbone import minilm_path
 from tilefold.retrieval.data.collection import Collection, Document
@@ -784,6 +785,30 @@ def test_a_log_stays_as_it_is_if_it_cannot_be_compacted(
     assert (log.folder / "log.jsonl").read_bytes() == content
     assert texts_of(log) == {"a": "second"}
     assert log.append([text_change("b", "new")]) == 5
+
+
+def test_a_compaction_that_fails_after_its_last_step_loses_no_change(
+    log: DocumentLog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log.append([text_change("a", "second")] * 3)
+    log.mark_applied(4, {})
+
+    def fail(path: Path) -> None:
+        if path.is_dir():  # the new file has taken the place of the old one then
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as no_descriptors:
+        no_descriptors.setattr(files, "sync", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            log.compact(min_replaced_bytes=1)
+    log.append([text_change("a", "third"), text_change("b", "new")])
+    log.mark_applied(6, {})
+    log.append([text_change("c", "pending")])
+    log.compact(min_replaced_bytes=1)
+    reader = DocumentLog(log.folder.with_name("index"))
+    assert texts_of(reader) == {"a": "third", "b": "new"}
+    assert reader.pending(10) == {7: text_change("c", "pending")}
 
 
 def test_a_log_that_was_removed_while_a_server_runs_is_not_written(tmp_path: Path) -> None:

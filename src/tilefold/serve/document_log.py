@@ -461,8 +461,10 @@ class DocumentLog:
         Raises:
             DiskFullError: if the disk or the quota is full.
             OSError: if the file cannot be written.
+            DataError: if the log is damaged, or if another log has taken its place.
         """
         with self._guard:
+            self.refresh()  # a compaction may have failed after it had replaced the file
             state = self._state
             first = state.last + 1
             lines = [
@@ -571,8 +573,10 @@ class DocumentLog:
         Raises:
             DiskFullError: if the disk or the quota is full. The log is not changed then.
             OSError: if the file cannot be written.
+            DataError: if the log is damaged, or if another log has taken its place.
         """
         with self._guard:
+            self.refresh()  # an earlier compaction may have failed after it had replaced the file
             state = self._state
             is_worthwhile = state.replaced_bytes >= max(min_replaced_bytes, state.size / 2)
             if state.file is None or not is_worthwhile:
