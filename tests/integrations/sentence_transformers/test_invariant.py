@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ from tilefold.integrations.sentence_transformers import (
     encode_sparse,
     is_accelerated,
 )
+from tilefold.integrations.sentence_transformers._invariant import InvariantNorm
 from tilefold.integrations.sentence_transformers.packing import accelerate as packing
+from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.streaming import stream
+from tilefold.integrations.transformers.packed import LONGEST_NAMES
 from tilefold.ops._shared import row_groups
 from tilefold.ops.implementations import SWITCH
 from tilefold.ops.row_groups import LEAST_GPU_ROWS
@@ -225,9 +229,9 @@ def test_vectors_of_few_texts_are_normalized_with_padding(
     accelerate(model, invariant=True)
     vectors = model.encode(texts, normalize_embeddings=True)
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
-    alone = model.encode(texts[2], normalize_embeddings=True)
-    assert (alone == vectors[2]).all()
-    assert numbers_of_rows == [16, 16]
+    for text, vector in zip(texts, vectors, strict=True):
+        assert (model.encode(text, normalize_embeddings=True) == vector).all()
+    assert numbers_of_rows == [16, 16, 16, 16]
     assert model.encode([], normalize_embeddings=True).shape[0] == 0
     with_module = SentenceTransformer(modules=[*model, Normalize()], device="cpu")
     accelerate(with_module, invariant=True, check=False)
@@ -255,6 +259,49 @@ def test_a_filler_text_changes_no_vector(
     monkeypatch.setattr(packing.PackedForward, "_run_packed", count_tokens)
     assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
     assert numbers_of_tokens == [LEAST_GPU_ROWS]
+
+
+def test_a_filler_text_has_token_types_if_the_other_texts_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+    dense_folder: Path,
+) -> None:
+    model = _dense_model(dense_folder)
+    accelerate(model, invariant=True)
+    features = model.preprocess(["a card", "a lost card of the list"])
+    features["token_type_ids"] = torch.ones_like(features["input_ids"])
+    with torch.no_grad():
+        expected = model(dict(features))["sentence_embedding"]
+        monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
+        assert torch.equal(model(dict(features))["sentence_embedding"], expected)
+        features["token_type_ids"].zero_()
+        assert not torch.equal(model(dict(features))["sentence_embedding"], expected)
+
+
+def test_a_filler_text_needs_no_length_of_the_longest_text(
+    monkeypatch: pytest.MonkeyPatch,
+    dense_folder: Path,
+) -> None:
+    model = _dense_model(dense_folder)
+    accelerate(model, invariant=True)
+    with packed_inputs():
+        features = model.preprocess(["a card", "a lost card of the list"])
+    for name in LONGEST_NAMES:
+        del features[name]
+    with torch.no_grad():
+        expected = model(dict(features))["sentence_embedding"]
+        monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
+        assert torch.equal(model(dict(features))["sentence_embedding"], expected)
+
+
+def test_norms_of_one_name_and_other_modules_are_compared_separately(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _pad_to_16_rows(monkeypatch)
+    for module in ("modeling_a", "modeling_b"):
+        norm_class = type("RMSNorm", (nn.RMSNorm,), {"__module__": module})
+        with torch.no_grad():
+            InvariantNorm(norm_class(8))(torch.ones(3, 8))
+    assert len(row_groups._least_numbers) == 2
 
 
 def test_no_mode_watches_the_layers_of_an_invariant_model(
@@ -323,6 +370,20 @@ def _with_other_activation(tokenizer_folder: Path) -> Any:
     return model
 
 
+def _with_replaced_norm(tokenizer_folder: Path) -> Any:
+    model = build_tiny_splade("llama", tokenizer_folder)
+    norm = model[0].model.base_model.norm
+    norm.forward = functools.partial(type(norm).forward, norm)
+    return model
+
+
+def _with_replaced_activation(tokenizer_folder: Path) -> Any:
+    model = build_tiny_splade("llama", tokenizer_folder)
+    activation = model[0].model.base_model.layers[0].mlp.act_fn
+    activation.forward = functools.partial(type(activation).forward, activation)
+    return model
+
+
 def _without_packed_tokens(tokenizer_folder: Path) -> Any:
     model = build_tiny_splade("bert", tokenizer_folder)
     model[0].model.set_attn_implementation("eager")
@@ -335,6 +396,16 @@ def _without_packed_tokens(tokenizer_folder: Path) -> Any:
         pytest.param(_with_sum_pooling, "SpladePooling: it has the pooling 'sum'", id="sum"),
         pytest.param(_with_other_linear, "_Doubled: its forward is not that", id="linear"),
         pytest.param(_with_other_activation, "Mish: a CPU may compute", id="activation"),
+        pytest.param(
+            _with_replaced_norm,
+            "LlamaRMSNorm: its forward was replaced",
+            id="replaced norm",
+        ),
+        pytest.param(
+            _with_replaced_activation,
+            "SiLUActivation: its forward was replaced",
+            id="replaced activation",
+        ),
         pytest.param(_without_packed_tokens, "runs on padded batches", id="padded"),
     ],
 )

@@ -93,7 +93,9 @@ class InvariantNorm(Replacement):
         if torch.is_grad_enabled():
             outputs: Tensor = stock_forward(hidden_states)
             return outputs
-        return apply_rowwise(stock_forward, hidden_states, type(norm).__name__)
+        # Norms of several architectures have one name, such as RMSNorm, and run other kernels.
+        name = f"{type(norm).__module__}.{type(norm).__qualname__}"
+        return apply_rowwise(stock_forward, hidden_states, name)
 
 
 class InvariantNormalize(Replacement):
@@ -186,8 +188,10 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
         raise _refusal(name, f"it runs on padded batches: {reason}")
     _check_pipelines(model)
     # Every module is examined before the first one is changed.
-    replacements = [_replacement_for(module) for module in model.modules()]
-    for replacement in filter(None, replacements):
+    replacements = list(filter(None, map(_replacement_for, model.modules())))
+    for replacement in replacements:
+        _check_is_stock_forward(replacement.owner)
+    for replacement in replacements:
         replacement.owner.forward = replacement
     for fused in fused_forwards(model):
         fused.groups_rows = True
@@ -268,6 +272,19 @@ def _replacement_for(module: nn.Module) -> Replacement | None:
     if not isinstance(module, (nn.Embedding, SparseStaticEmbedding)):
         _check_has_no_matrix(module)
     return InvariantNorm(module) if _sums_rows(module) else None
+
+
+def _check_is_stock_forward(module: nn.Module) -> None:
+    """Raise ``ValueError`` if another library or the user has replaced the forward of a module.
+
+    An invariant forward computes what the class of the module does, which may be something else.
+
+    Args:
+        module: a module whose forward is to be replaced by an invariant one.
+    """
+    forward = vars(module).get("forward")
+    if forward is not None and not isinstance(forward, Replacement):
+        raise _refusal(type(module).__name__, "its forward was replaced on the instance")
 
 
 def _sums_rows(module: nn.Module) -> bool:

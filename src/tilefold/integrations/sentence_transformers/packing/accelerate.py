@@ -48,6 +48,7 @@ from tilefold.integrations.transformers.packed import (
     LONGEST_NAMES,
     OFFSET_NAMES,
     OFFSETS,
+    TOKEN_NAMES,
     ExpectedReason,
     FailedCheck,
     may_differ_by_rounding,
@@ -530,19 +531,14 @@ def with_filler_text(features: Features, n_tokens: int) -> Features:
         features: packed features of fewer tokens.
         n_tokens: the number of tokens of the result.
     """
-    ids: Tensor = features["input_ids"]  # [1, T]
-    n_filler = n_tokens - ids.size(1)
-    filler = ids.new_zeros(1, n_filler)
+    n_filler = n_tokens - features["input_ids"].size(1)
     offsets: Tensor = features[OFFSETS]
     filled_offsets = torch.cat([offsets, offsets.new_full([1], n_tokens)])
-    filled = {
-        **features,
-        "input_ids": torch.cat([ids, filler], dim=1),
-        "position_ids": torch.cat([features["position_ids"], filler], dim=1),
-    }
-    for name in OFFSET_NAMES:
-        filled[name] = filled_offsets
-    for name in LONGEST_NAMES:
+    filled = {**features, **dict.fromkeys(OFFSET_NAMES, filled_offsets)}
+    for name in features.keys() & set(TOKEN_NAMES):
+        tokens: Tensor = features[name]  # [1, T]
+        filled[name] = torch.cat([tokens, tokens.new_zeros(1, n_filler)], dim=1)
+    for name in features.keys() & set(LONGEST_NAMES):
         filled[name] = max(int(features[name]), n_filler)
     return filled
 

@@ -391,7 +391,7 @@ def _normalizes_invariant_vectors(model: Model, arguments: Options) -> bool:
         model: an accelerated model.
         arguments: the arguments of ``encode`` by name.
     """
-    has_texts = arguments["inputs"] not in ("", [])
+    has_texts = arguments["inputs"] != []
     return has_texts and is_invariant(model) and bool(arguments.get("normalize_embeddings"))
 
 
