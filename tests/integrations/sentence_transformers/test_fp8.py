@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.integrations.sentence_transformers.packing.test_packed_decoders impor
 )
 from tests.refusals import refused
 from tilefold._internal.precision import computing_in, inference_precision
-from tilefold.integrations.sentence_transformers import accelerate, restore
+from tilefold.integrations.sentence_transformers import _fp8, accelerate, restore
 from tilefold.integrations.sentence_transformers._fp8 import Fp8Linear
 from tilefold.nn.fp8_linear import fp8_rows
 from tilefold.ops import quantize_weight
@@ -120,6 +121,25 @@ def test_layers_of_one_input_round_it_once(llama: str, monkeypatch: pytest.Monke
     model.encode(TEXTS)
     n_layers = model[0].model.config.num_hidden_layers
     assert n_rounded == n_layers * (7 + 4)  # weights, and inputs of qkv, o, gate and up, and down
+
+
+def test_threads_do_not_share_rounded_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = _fp8.SharedRows(n_layers=2)
+    first = torch.full((1, 16), 1.0)
+    second = torch.full((1, 16), 2.0)
+    with ThreadPoolExecutor(1) as other_thread:
+
+        def interrupted(hidden: torch.Tensor) -> Any:
+            """Round hidden states, while another thread rounds its own."""
+            if hidden is first:
+                other_thread.submit(shared.rows_of, second).result()
+            return fp8_rows(hidden)
+
+        monkeypatch.setattr(_fp8, "fp8_rows", interrupted)
+        assert torch.equal(shared.rows_of(first).dequantize(), first)
+        rows = other_thread.submit(shared.rows_of, second).result()
+        assert torch.equal(rows.dequantize(), second)
+        assert torch.equal(shared.rows_of(first).dequantize(), first)
 
 
 def test_gradients_are_those_of_the_model_without_fp8(llama: str) -> None:

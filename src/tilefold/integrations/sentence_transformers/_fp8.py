@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +26,25 @@ _SAME_INPUT = (
 _EXCLUDED = frozenset({"gate", "router"})
 
 
+class _RoundedInput(threading.local):
+    """The hidden states that the calling thread has rounded last; every thread has its own.
+
+    Attributes:
+        hidden: the hidden states ``[..., K]``; None if the last layer has read them.
+        rows: the same in fp8.
+        n_uses: the number of layers that have read them.
+    """
+
+    hidden: Tensor | None = None
+    rows: QuantizedWeight | None = None
+    n_uses = 0
+
+
 class SharedRows:
     """Hidden states that several layers read, rounded to fp8 once.
 
-    Transformers does not change them between the calls of layers of :data:`_SAME_INPUT`.
+    Transformers does not change them between the calls of layers of :data:`_SAME_INPUT`. Several
+    threads may run the layers at the same time, each with its own hidden states.
 
     Args:
         n_layers: the number of layers.
@@ -36,19 +52,14 @@ class SharedRows:
 
     def __init__(self, n_layers: int) -> None:
         self.n_layers = n_layers
-        self._reset()
+        self._input = _RoundedInput()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"n_layers": self.n_layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.n_layers = state["n_layers"]
-        self._reset()
-
-    def _reset(self) -> None:
-        self._hidden: Tensor | None = None
-        self._rows: QuantizedWeight | None = None
-        self._n_uses = 0
+        self._input = _RoundedInput()
 
     def rows_of(self, hidden: Tensor) -> QuantizedWeight:
         """Return hidden states in fp8, which are rounded once for all layers that read them.
@@ -58,14 +69,17 @@ class SharedRows:
         """
         if self.n_layers == 1 or torch.compiler.is_compiling():
             return fp8_rows(hidden)  # compiled code shares equal expressions itself
-        if self._rows is None or self._hidden is not hidden:
-            self._hidden = hidden
-            self._rows = fp8_rows(hidden)
-            self._n_uses = 0
-        self._n_uses += 1
-        rows = self._rows
-        if self._n_uses == self.n_layers:
-            self._reset()
+        last = self._input
+        rows = last.rows
+        if rows is None or last.hidden is not hidden:
+            rows = fp8_rows(hidden)
+            last.hidden = hidden
+            last.rows = rows
+            last.n_uses = 0
+        last.n_uses += 1
+        if last.n_uses == self.n_layers:  # frees the memory
+            last.hidden = None
+            last.rows = None
         return rows
 
 
