@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilefold.ops import packed_attention
 from tilefold.ops._shared.fallback import FallbackWarning
-from tilefold.ops._shared.internals import AttentionOptions
+from tilefold.ops._shared.internals import AttentionOptions, flash_attention_varlen
 from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
 LENGTHS = [5, 0, 1, 9, 5]
@@ -323,3 +324,42 @@ def test_training_with_dropout_works_with_an_activated_flash_attention_without_d
         with pytest.warns(FallbackWarning, match="'stub'.*requires compute capability 9.0"):
             out = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sequences_of_at_most_one_token_may_be_empty_with_shared_heads(
+    device: torch.device,
+) -> None:
+    query = torch.randn(2, 4, 8, dtype=torch.bfloat16, device=device)
+    key = torch.randn(2, 2, 8, dtype=torch.bfloat16, device=device)
+    value = torch.randn(2, 2, 8, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.tensor([0, 1, 1, 2], dtype=torch.int32, device=device)
+    outputs = packed_softmax_attention(query, key, value, cu_seqlens, max_seqlen=1)
+    torch.testing.assert_close(outputs, value.repeat_interleave(2, dim=1))
+
+
+class _FlashArguments(TorchDispatchMode):
+    """Records the longest sequences of queries and keys that torch's flash attention gets."""
+
+    longest: tuple[int, ...] = ()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is not torch.ops.aten._flash_attention_forward.default:
+            return func(*args, **(kwargs or {}))
+        self.longest = args[5:7]
+        query = args[0]
+        return query, query.new_empty(0), query.new_empty(0), query.new_empty(0), query.new_empty(0)
+
+
+def test_torch_never_regroups_the_heads_of_sequences_of_one_token() -> None:
+    heads = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    with _FlashArguments() as arguments:
+        flash_attention_varlen((heads, heads, heads), cu_seqlens, 1, AttentionOptions())
+    assert arguments.longest == (2, 2)

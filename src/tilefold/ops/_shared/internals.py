@@ -325,6 +325,10 @@ def flash_attention_varlen(
     """
     window_left = -1 if options.window is None else options.window
     window_right = 0 if options.is_causal else window_left
+    # For sequences of at most one token, torch regroups heads that share a head of key and value,
+    # and would need exactly one token in each.
+    if longest == 1:
+        longest = 2
     out: Tensor = torch.ops.aten._flash_attention_forward.default(
         *qkv,
         cu_seqlens,  # of queries
