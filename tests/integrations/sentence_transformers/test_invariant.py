@@ -419,6 +419,20 @@ def test_models_that_may_depend_on_the_batch_are_refused(
     assert not is_accelerated(model)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("output_value", ["token_embeddings", None])
+def test_outputs_that_depend_on_padding_are_refused(
+    output_value: str | None,
+    pooling: str,
+    dense_folder: Path,
+) -> None:
+    model = _dense_model(dense_folder, pooling)
+    accelerate(model, invariant=True)
+    needs_vectors = "output_value must be 'sentence_embedding' with invariant=True"
+    refused(ValueError, needs_vectors, model.encode, ["a card"], output_value=output_value)
+    assert model.encode(["a card"], output_value="sentence_embedding").shape == (1, 24)
+
+
 def test_options_that_break_the_promise_are_refused(tokenizer_folder: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     no_quantize = "quantize must be None with invariant=True"

@@ -337,7 +337,11 @@ class FusedEncode(Replacement):
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Encode inputs, with the arguments and the result of the stock ``encode``."""
+        """Encode inputs, with the arguments and the result of the stock ``encode``.
+
+        Raises:
+            ValueError: if an invariant SentenceTransformer is asked for other outputs than vectors.
+        """
         model = self.owner
         stock = type(model).encode
         if args:
@@ -362,6 +366,13 @@ class FusedEncode(Replacement):
             and arguments is not None
             and arguments["output_value"] != "sentence_embedding"
         )
+        if returns_tokens and is_invariant(model):
+            raise ValueError(
+                "output_value must be 'sentence_embedding' with invariant=True, got "
+                f"{arguments['output_value']!r}, which is computed with padding and so depends on "
+                "the batch; leave output_value out, or call accelerate(model) without "
+                "invariant=True.",
+            )
         with padded_inputs() if returns_tokens else packed_inputs():
             return stock(model, *args, **kwargs)
 
