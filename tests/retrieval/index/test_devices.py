@@ -111,6 +111,28 @@ def test_a_device_scales_scores_by_the_largest_weights_of_all_devices(
     assert index.on(["cpu", "cpu"]).search(queries, 40) == index.on("cpu").search(queries, 40)
 
 
+def test_the_cpu_waits_for_the_tensors_that_it_reads(
+    make_vectors: MakeVectors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU may be one of several devices, and writes a copy after the call has returned."""
+    copy_tensor = torch.Tensor.to
+    devices_of_copies: list[str] = []
+
+    def copy_with_wait(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        devices_of_copies.append(str(arguments[0]))
+        assert not options.get("non_blocking")
+        return copy_tensor(tensor, *arguments, **options)
+
+    divided = ExactIndex.build(make_vectors(40)).on(["cpu", "cpu"])
+    queries = dense_rows(make_vectors(5, seed=1, prefix="q"))
+    mask = divided.mask(list(divided.ids)[::3])
+    monkeypatch.setattr(torch.Tensor, "to", copy_with_wait)
+    divided.search_tensor(queries, 10, mask)
+
+    assert devices_of_copies.count("cpu") >= 4
+
+
 def test_devices_without_documents_are_left_out(make_vectors: MakeVectors) -> None:
     index = ExactIndex.build(make_vectors(3))
     queries = make_vectors(5, seed=1, prefix="q")

@@ -119,7 +119,8 @@ class DividedPostings:
     ) -> tuple[Tensor, Tensor]:
         """Search like :func:`~tilefold.ops.sparse_search.sparse_topk`, on all devices together.
 
-        No call waits for a device, so that all devices search at the same time.
+        No call waits for a GPU, so that all GPUs search at the same time. The CPU may be one of the
+        devices, and waits for the tensors that it reads.
 
         Args:
             terms: ``[Nq, T]`` int32 on the first device.
@@ -189,7 +190,7 @@ class DividedPostings:
         """
         copies = [list(tensors)]
         for part in self._parts[1:]:
-            copies.append([tensor.to(part.device, non_blocking=True) for tensor in tensors])
+            copies.append([_copy_to(part.device, tensor) for tensor in tensors])
         return copies
 
     def _masks(self, allowed: Tensor | None) -> list[Tensor | None]:
@@ -214,7 +215,7 @@ class DividedPostings:
         masks: list[Tensor | None] = [allowed[: self._parts[0].end_document]]
         for part in self._parts[1:]:
             mask = allowed[part.first_document : part.end_document]
-            masks.append(mask.to(part.device, non_blocking=True))
+            masks.append(_copy_to(part.device, mask))
         return masks
 
     def _merge(self, results: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
@@ -229,8 +230,8 @@ class DividedPostings:
         all_documents = []
         for part, (scores, documents) in zip(self._parts, results, strict=True):
             numbers = torch.where(documents < 0, -1, documents + part.first_document)
-            all_scores.append(scores.to(self.device, non_blocking=True))
-            all_documents.append(numbers.to(self.device, non_blocking=True))
+            all_scores.append(_copy_to(self.device, scores))
+            all_documents.append(_copy_to(self.device, numbers))
         scores = torch.cat(all_scores, dim=1)
         documents = torch.cat(all_documents, dim=1)
         # Parts are in document order, which a stable sort preserves among equal scores. Scores of
@@ -238,3 +239,11 @@ class DividedPostings:
         sort_keys = torch.where(documents < 0, -1.0, scores)
         order = sort_keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
         return scores.gather(1, order), documents.gather(1, order)
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a tensor to a device. Only a copy to the CPU is waited for.
+
+    The CPU could otherwise read the copy before a GPU has written it.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
