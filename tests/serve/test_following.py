@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,6 @@ def following_server(
     *,
     watch_seconds: float = 0.05,
     open_generation: Callable[[Searchable, str], Searchable] | None = None,
-    gpus: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[Running]:
     """Serve an index folder, and follow its changes."""
@@ -86,7 +85,7 @@ def following_server(
     searchable = Searchable(NAME, open_index(path), encoder, generation=generation.id)
     service = Service([] if encoder is None else [encoder], searchable=searchable)
     del searchable
-    source = IndexSource(path, open_generation or reopen, watch_seconds, gpus)
+    source = IndexSource(path, open_generation or reopen, watch_seconds)
     IndexFollower(service, source, generation)
     with serving(service, admin_key=ADMIN_KEY, **options) as client:
         yield Running(client, service, path)
@@ -349,11 +348,11 @@ def test_without_gpu_memory_a_generation_replaces_none_that_is_on_the_gpu(
     status: int,
 ) -> None:
     """Also if other programs have taken so much that not even one generation would fit."""
-    monkeypatch.setattr(following, "is_on_gpu", lambda index: served_on_gpu)
     free_bytes_of_gpus = {"cuda:0": 1 << 40, "cuda:1": 0}
+    gpus = list(free_bytes_of_gpus) if served_on_gpu else []
+    monkeypatch.setattr(following, "gpus_of", lambda index: gpus)
     monkeypatch.setattr(following, "free_device_bytes", free_bytes_of_gpus.__getitem__)
-    gpus = list(free_bytes_of_gpus)
-    with following_server(path, encoder, watch_seconds=0, gpus=gpus) as running:
+    with following_server(path, encoder, watch_seconds=0) as running:
         update_index(path, last)
         generation = running.generation
         reply = running.reload()

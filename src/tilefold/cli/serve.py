@@ -588,12 +588,7 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
         return _open_generation(request, index_path, generation_id, log, served)
 
     service = Service(searchable.models, limits, request.default_side, searchable)
-    source = IndexSource(
-        index_path,
-        reopen,
-        request.watch_seconds,
-        _searching_gpus(request.device, generation.backend),
-    )
+    source = IndexSource(index_path, reopen, request.watch_seconds)
     follower = IndexFollower(service, source, generation)
     # Vectors in other folders would lack the documents.
     has_other_folders = request.vectors is not None or request.bm25 is not None
@@ -601,22 +596,6 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
     if generation.backend != "qdrant" and not has_other_folders:
         DocumentWriter(service, follower, log)
     return service
-
-
-def _searching_gpus(device: str | None, backend: str) -> list[str]:
-    """Return the GPUs that search an index; none if the CPU does.
-
-    Args:
-        device: the value of ``--device``.
-        backend: the backend of the index.
-    """
-    import torch
-
-    if device is None and backend in (DENSE, LATE) and torch.cuda.is_available():
-        return ["cuda"]
-    if device is None:
-        return []
-    return [name for name in _retrievers.device_names(device) if name.startswith("cuda")]
 
 
 def _load_models(request: ServeRequest) -> list[Served]:

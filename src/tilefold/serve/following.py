@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from tilefold.retrieval.index.generations import (
     read_generation,
     verify_files,
 )
-from tilefold.retrieval.index.opening import is_on_gpu, opened_parts
+from tilefold.retrieval.index.opening import gpus_of, opened_parts
 from tilefold.retrieval.search.searcher import SearchRequest
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.searchable import QUERY, Searchable
@@ -54,14 +54,11 @@ class IndexSource:
             is called in a thread.
         watch_seconds: time between two looks at the folder; 0 opens another generation on request
             only.
-        gpus: GPUs that search, such as ``["cuda"]``, each with an equal share of the index; empty
-            for a search on the CPU.
     """
 
     path: Path
     open: Callable[[Searchable, str], Searchable]
     watch_seconds: float = 1.0
-    gpus: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -309,22 +306,22 @@ class IndexFollower:
         The served generation stays in memory until its last request ends. Parts that both have are
         in memory once.
         """
+        gpus = gpus_of(self.served.index)
         needed = opening_memory(
             self.source.path,
-            on_gpu=bool(self.source.gpus),
+            on_gpu=bool(gpus),
             opened=opened_parts(self.served.index),
         )
         free_bytes = memory_left()
         if free_bytes is not None and needed.cpu_bytes > _MEMORY_SHARE * free_bytes:
             raise MemoryError(_memory_message("memory", needed.cpu_bytes, free_bytes))
-        if not self.source.gpus:
+        # An index that is too large for the GPUs is searched block by block. This is much slower,
+        # so that an index on GPUs is not replaced by one that does not fit.
+        if not gpus:
             return
         # GPUs get equal shares, so that the one with the least free memory limits all of them.
-        free_bytes = len(self.source.gpus) * min(map(free_device_bytes, self.source.gpus))
-        fits_next_to_served = needed.device_bytes <= _DEVICE_MEMORY_SHARE * free_bytes
-        # An index that is too large for the GPU is searched block by block. This is much slower, so
-        # that an index on the GPU is not replaced by one that does not fit.
-        if is_on_gpu(self.served.index) and not fits_next_to_served:
+        free_bytes = len(gpus) * min(map(free_device_bytes, gpus))
+        if needed.device_bytes > _DEVICE_MEMORY_SHARE * free_bytes:
             raise MemoryError(_memory_message("GPU memory", needed.device_bytes, free_bytes))
 
     async def _search_once(self, searchable: Searchable) -> None:

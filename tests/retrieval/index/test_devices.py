@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from tilefold.cli._common import UsageError
 from tilefold.cli._retrievers import move_to_device
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.index.exact import ExactIndex, Postings
-from tilefold.retrieval.index.opening import open_index
+from tilefold.retrieval.index.opening import gpus_of, open_index
+from tilefold.retrieval.index.segments import Segments
 
 MakeVectors = Callable[..., r.SparseVectors]
 VOCAB_SIZE = 500
@@ -215,6 +217,40 @@ def test_every_part_of_an_updated_late_index_is_divided(tmp_path: Path) -> None:
     queries = token_vectors(["q0", "q1", "q2"], seed=1, max_tokens=8)
 
     assert opened.on(["cpu"] * 3).search(queries, 40) == opened.on("cpu").search(queries, 40)
+
+
+def test_the_gpus_of_an_index_are_those_that_have_documents(tmp_path: Path) -> None:
+    """A device ``"cuda"`` means all GPUs if the documents of a late index do not fit on one."""
+    documents = token_vectors(["a", "b", "c"], seed=4, max_tokens=9)
+    index = r.LateIndex.build(documents, tmp_path / "index")
+    index.search(token_vectors(["q"], 1, max_tokens=8), 1, device="cpu")
+    assert gpus_of(index) == []
+    index._device_documents["cuda:0", "cuda:1", "cuda:2"] = [
+        resident_on("cuda:0"),
+        resident_on("cuda:1"),
+        resident_on(None),  # these documents are searched block by block
+    ]
+    assert gpus_of(index) == ["cuda:0", "cuda:1"]
+    assert gpus_of(Segments([index, index], [(), ()])) == ["cuda:0", "cuda:1"]
+
+
+def resident_on(device: str | None) -> Any:
+    """Return documents that the memory of a GPU has, which may be missing here; None for no GPU."""
+    if device is None:
+        return SimpleNamespace(resident=None)
+    values = SimpleNamespace(device=torch.device(device))
+    return SimpleNamespace(resident=SimpleNamespace(values=values))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_the_gpu_of_a_sparse_index_has_its_postings(
+    device: str,
+    n_devices: int,
+    make_vectors: MakeVectors,
+) -> None:
+    index = ExactIndex.build(make_vectors(10)).on([device] * n_devices)
+    assert gpus_of(index) == ([] if device == "cpu" else ["cuda:0"])
 
 
 def test_an_index_of_dense_vectors_is_not_divided(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ class TorchIndex(FolderIndex):
     dimension: int
 
     @property
-    def is_on_gpu(self) -> bool:
-        """Whether the memory of a GPU has a copy of the documents."""
+    def gpus(self) -> list[torch.device]:
+        """The GPUs whose memory has a copy of the documents, or of some of them."""
         raise NotImplementedError
 
     def on(self: T, device: Devices = "cuda") -> T:
@@ -343,8 +343,8 @@ class DenseIndex(TorchIndex, GrowingIndex):
         return self._copies[device]
 
     @property
-    def is_on_gpu(self) -> bool:
-        return any(values.is_cuda for values, _ in self._copies.values())
+    def gpus(self) -> list[torch.device]:
+        return [values.device for values, _ in self._copies.values() if values.is_cuda]
 
     def stored(self) -> TokenVectors:
         """Return the vectors of the documents in their storage, one vector per document."""

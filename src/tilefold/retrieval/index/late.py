@@ -664,12 +664,13 @@ class LateIndex(TorchIndex):
         return [torch.device("cuda", number) for number in range(n_gpus)]
 
     @property
-    def is_on_gpu(self) -> bool:
-        return any(
-            documents.resident is not None
+    def gpus(self) -> list[torch.device]:
+        return [
+            documents.resident.values.device
             for documents_of_devices in self._device_documents.values()
             for documents in documents_of_devices
-        )
+            if documents.resident is not None
+        ]
 
     def _documents_on(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
         """Divide the documents among devices, so that each gets about the same number of tokens.

@@ -99,9 +99,12 @@ class DeviceIndex:
         return self.postings.counts.device
 
     @property
-    def is_on_gpu(self) -> bool:
-        """Whether the postings are in the memory of a GPU."""
-        return self.device.type == "cuda"
+    def gpus(self) -> list[torch.device]:
+        """The GPUs whose memory has the postings."""
+        devices = [self.device]
+        if isinstance(self.postings, DividedPostings):
+            devices = self.postings.devices
+        return [device for device in devices if device.type == "cuda"]
 
     def search(
         self,

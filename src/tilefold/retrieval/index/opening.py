@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
 
-__all__ = ["is_on_gpu", "open_index", "opened_parts"]
+__all__ = ["gpus_of", "open_index", "opened_parts"]
 
 
 def open_index(
@@ -78,17 +78,24 @@ def opened_parts(index: object) -> dict[FileIdentity, FolderIndex]:
     }
 
 
-def is_on_gpu(index: object) -> bool:
-    """Return whether the memory of a GPU has a copy of an index, or of a part of it.
+def gpus_of(index: object) -> list[str]:
+    """Return the GPUs whose memory has a copy of an index, or of a part of it.
 
     Args:
-        index: an index of any kind.
+        index: an index of any kind, which was searched before.
+
+    Returns:
+        Different names such as ``"cuda:0"``.
     """
     from tilefold.retrieval.index.dense import TorchIndex
     from tilefold.retrieval.index.on_device import DeviceIndex
 
     parts = index.parts if isinstance(index, Segments) else [index]
-    return any(isinstance(part, TorchIndex | DeviceIndex) and part.is_on_gpu for part in parts)
+    names: dict[str, None] = {}  # a set in the order of insertion
+    for part in parts:
+        if isinstance(part, TorchIndex | DeviceIndex):
+            names.update(dict.fromkeys(map(str, part.gpus)))
+    return list(names)
 
 
 def _load_or_reuse(
