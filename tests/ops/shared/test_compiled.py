@@ -26,6 +26,8 @@ pytestmark = [
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 COMPILED: list[Sample] = list(listed("compiled"))
 OPCHECKED: list[Sample] = [*COMPILED, *listed("opchecked")]
+# Rounding has no gradient, which samples need: see tests/ops/lsr_head/test_quantized.py.
+CHECKED_ELSEWHERE = {"tilefold::quantize_weight"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -158,7 +160,7 @@ def test_every_registered_operator_is_checked() -> None:
     called = set()
     for sample in OPCHECKED:
         called |= {func._schema.name for func, _ in operator_calls(sample, "cpu")}
-    assert called == registered
+    assert called | CHECKED_ELSEWHERE == registered
 
 
 GROWING: dict[str, GrowingCall] = cases("growing")
