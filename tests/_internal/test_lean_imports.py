@@ -127,6 +127,7 @@ def run_python(code: str, *arguments: Path, folder: Path | None = None) -> None:
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.slow
 def test_model_classes_need_no_trainer_and_a_trainer_runs_afterwards(tmp_path: Path) -> None:
     run_python(
         IMPORT_MODEL_CLASSES + USE_DEFERRED_NAMES + IMPORT_TRAINERS + TRAIN,

@@ -224,6 +224,7 @@ def save_tiny_base(folder: Path) -> Path:
     return train_scale.make_base(folder, "splade", tiny=True)
 
 
+@pytest.mark.slow
 def test_a_curve_is_compared_with_that_of_one_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -272,6 +272,7 @@ def test_a_wrong_head_fails_the_check_and_gets_no_numbers(
     refused(ValueError, "must hold measured rows", plot_results, path, tmp_path / "picture.png")
 
 
+@pytest.mark.slow
 def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
     micro: ModelSize,
     beir: Path,

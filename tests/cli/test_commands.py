@@ -331,6 +331,7 @@ def packaged(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_minilm_encodes_queries_and_tokens_as_the_model_of_the_documents(
     call: Any,
     packaged: Path,
@@ -394,6 +395,7 @@ def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, packaged: Pa
     assert np.allclose([scores[name] for name in stored], list(stored.values()), atol=0.05)
 
 
+@pytest.mark.slow
 def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, packaged: Path) -> None:
     evaluate = ("evaluate", "--data", packaged / "data", "--model", "minilm", "--json")
     for options in (

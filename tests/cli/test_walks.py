@@ -32,6 +32,7 @@ def walk(call: Call, name: str) -> None:
         done(call(*words))
 
 
+@pytest.mark.slow
 def test_three_kinds_of_search(call: Call, here: Path) -> None:
     walk(call, "three_kinds_of_search")
     collection, model = small_collection(), load_dense_minilm()

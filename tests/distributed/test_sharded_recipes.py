@@ -138,6 +138,7 @@ def assert_loads_with_the_weights_of(folder: Path, expected_folder: Path) -> Non
     assert_near(folder, expected_folder)
 
 
+@pytest.mark.slow
 def test_sharded_ranks_resume_where_one_process_stopped_and_end_with_its_model(
     two_ranks: Ranks,
     untied_base: str,

@@ -274,6 +274,7 @@ def call(capsys: Any) -> Callable[..., Outcome]:
     return run_command
 
 
+@pytest.mark.slow
 def test_the_export_command_writes_a_graph_that_the_server_loads(
     folders: dict[str, Path],
     call: Callable[..., Outcome],

@@ -685,6 +685,7 @@ def keep_alive_get(connection: socket.socket, path: str) -> tuple[int, bool]:
     return response.status, response.headers.get("connection") == "close"
 
 
+@pytest.mark.slow
 def test_after_sigterm_requests_are_answered_while_health_checks_fail(masked_lm: str) -> None:
     options = ("--model", masked_lm, "--grace-seconds", str(GRACE_SECONDS))
     with served(*options) as (process, client, _), client.connect() as connection:

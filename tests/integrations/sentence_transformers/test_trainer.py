@@ -107,7 +107,13 @@ def lora(model: SparseEncoder) -> SparseEncoder:
         pytest.param({"bf16": True}, lambda: PAIRS, None, id="bf16"),
         pytest.param({}, lambda: PAIRS, lora, id="lora"),
         pytest.param({"gradient_checkpointing": True}, lambda: PAIRS, None, id="checkpointing"),
-        pytest.param({"dataloader_num_workers": 1}, lambda: PAIRS, None, id="worker"),
+        pytest.param(
+            {"dataloader_num_workers": 1},
+            lambda: PAIRS,
+            None,
+            id="worker",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_training_has_the_stock_losses(

@@ -371,6 +371,7 @@ def test_every_head_dimension_fits_the_chip(capability: int, dtype: torch.dtype,
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [

@@ -117,6 +117,7 @@ for key in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_after_the_functions_that_run() -> None:
     subprocess.run([sys.executable, "-c", ENDING_PROCESS], check=True, timeout=SECONDS)
 

@@ -35,6 +35,7 @@ for name in sorted(functions):
 """
 
 
+@pytest.mark.slow
 def test_kernels_have_the_same_keys_in_whatever_order_threads_compute_them() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     results = [

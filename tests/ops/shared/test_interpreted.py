@@ -119,6 +119,7 @@ def test_slow_tests_of_interpreted_kernels_pass(runs: list[tuple[tuple[str, ...]
     assert_interpreted_kernels_pass(runs, "slow")
 
 
+@pytest.mark.slow
 def test_launches_of_the_toy_are_repeated() -> None:
     passed, _ = run_interpreted(["shared/test_launches.py"], "-k", "toy")
     assert passed >= TESTS_OF_EVERY_CALL * TOY_CALLS + TESTS_OF_SELECTED_CALLS * SELECTED_TOY_CALLS

@@ -93,6 +93,7 @@ assert all(build().asm["cubin"] for build in launches.values())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     triton_interpreted(),
     reason="kernels are interpreted in this run, not compiled",

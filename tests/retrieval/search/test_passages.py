@@ -373,6 +373,7 @@ def check_last_sentence_is_found(
     assert best_hit["passage"]["stop"] == len(long_document.text)
 
 
+@pytest.mark.slow
 def test_sparse_vectors_find_a_document_of_2_000_words_by_its_last_sentence(
     long_document: r.Document,
     manuals: dict[str, r.Document],

@@ -592,7 +592,10 @@ def test_a_trainer_with_graphs_has_the_losses_of_one_without(
 @compiling
 @pytest.mark.parametrize(
     "kind",
-    [KINDS[0], "llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
+    [
+        KINDS[0],
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", *KINDS[1:])),
+    ],
 )
 def test_layers_are_compiled_for_a_capture_in_half_precision(
     kind: str,
