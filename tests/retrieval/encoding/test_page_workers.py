@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -134,6 +135,19 @@ def test_a_worker_computes_with_one_thread(
     prepared = prepared_batch(CPU_MODEL, pages, n_workers=2)
 
     assert prepared.groups[0][1]["threads"].tolist() == [1] * len(pages)
+
+
+def test_a_worker_that_cannot_be_started_is_the_reason_of_the_error(
+    colpali: Any,
+    pages: list[Page],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fail)
+    with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
+        prepared_batch(colpali, pages, n_workers=2)
 
 
 @pytest.mark.parametrize(

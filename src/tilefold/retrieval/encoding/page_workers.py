@@ -447,7 +447,7 @@ class PageWorker:
         # A queue never blocks its writer, so that both sides cannot wait for one another.
         self._tasks: Any = context.Queue()
         self._results, results_of_process = context.Pipe(duplex=False)
-        self._process = context.Process(
+        process = context.Process(
             target=_prepare_tasks,
             args=(
                 self._tasks,
@@ -462,7 +462,8 @@ class PageWorker:
             # Python warns that a fork of a process with threads may deadlock. The new process does
             # not use what these threads have locked, except PDFium, which no thread calls now.
             warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-            self._process.start()
+            process.start()
+        self._process = process
         # The process has the only end now, so that its death ends the connection.
         results_of_process.close()
 
