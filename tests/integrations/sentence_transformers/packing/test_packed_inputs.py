@@ -8,6 +8,7 @@ import copy
 import math
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from tests.integrations.splade_models import (
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
+from tilefold.integrations.sentence_transformers.packing import accelerate as packing
 from tilefold.integrations.sentence_transformers.packing.collator import AheadCollator, PendingBatch
 from tilefold.integrations.sentence_transformers.packing.inputs import pack_features, packed_inputs
 from tilefold.integrations.transformers.packed import padding_position
@@ -152,6 +154,37 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
 def stock_features(model: Any, texts: list[Any], **options: Any) -> dict[str, Any]:
     """Features of texts by the method of sentence-transformers."""
     return type(model[0]).preprocess(model[0], texts, **options)
+
+
+def test_threads_see_the_padding_position_of_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+) -> None:
+    model = build_tiny_splade("roberta", tokenizer_folder).eval()
+    features = model.preprocess(TEXTS)
+    with torch.no_grad():
+        expected = model(dict(features))["sentence_embedding"]
+    accelerate(model, check=False)
+    main_thread = threading.current_thread()
+
+    def encode() -> torch.Tensor:
+        with torch.no_grad():
+            return model(dict(features))["sentence_embedding"]
+
+    with ThreadPoolExecutor(1) as other_thread:
+        scores_of_other_thread = []
+
+        def interrupted(network: Any) -> int | None:
+            """Examine a network, while another thread encodes."""
+            if threading.current_thread() is main_thread:
+                scores_of_other_thread.append(other_thread.submit(encode).result())
+            return padding_position(network)
+
+        monkeypatch.setattr(packing, "padding_position", interrupted)
+        scores = encode()
+    for result in (scores, *scores_of_other_thread):
+        torch.testing.assert_close(result, expected)
+    assert len(scores_of_other_thread) == 1
 
 
 def assert_equal_features(features: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -368,8 +368,8 @@ class PackedForward(Replacement):
     graphs: StepGraphs | None = None
     column_graphs: ColumnGraphs | None = None
     requires_packed = False
-    _examined_network: Any = None
-    _position: int | None = None
+    # The network that was examined last, and its padding position.
+    _examined: tuple[Any, int | None] = (None, None)
 
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Return the features with the output of the Transformer.
@@ -452,10 +452,12 @@ class PackedForward(Replacement):
     def _padding_position(self) -> int | None:
         """Return :func:`padding_position` of the network, whose modules are examined once."""
         network = self.owner.model
-        if self._examined_network is not network:
-            self._examined_network = network
-            self._position = padding_position(network)
-        return self._position
+        examined_network, position = self._examined
+        if examined_network is not network:
+            position = padding_position(network)
+            # One assignment, so that other threads never see a network without its position.
+            self._examined = (network, position)
+        return position
 
     def _run_with_filler(self, features: Features, kwargs: Features) -> Features:
         """Run the forward with a filler text, so that no layer needs to pad its rows.
