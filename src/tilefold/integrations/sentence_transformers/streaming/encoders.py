@@ -361,18 +361,16 @@ class FusedEncode(Replacement):
                 vectors = _encode_stream(model, _with_listed_texts(arguments), show_progress)
                 return vectors[0] if isinstance(arguments["inputs"], str) else vectors
         # Outputs of a SentenceTransformer other than its vectors have the padding of the stock one.
-        returns_tokens = (
-            is_dense(model)
-            and arguments is not None
-            and arguments["output_value"] != "sentence_embedding"
-        )
-        if returns_tokens and is_invariant(model):
-            raise ValueError(
-                "output_value must be 'sentence_embedding' with invariant=True, got "
-                f"{arguments['output_value']!r}, which is computed with padding and so depends on "
-                "the batch; leave output_value out, or call accelerate(model) without "
-                "invariant=True.",
-            )
+        returns_tokens = False
+        if arguments is not None and is_dense(model):
+            returns_tokens = arguments["output_value"] != "sentence_embedding"
+            if returns_tokens and is_invariant(model):
+                raise ValueError(
+                    "output_value must be 'sentence_embedding' with invariant=True, got "
+                    f"{arguments['output_value']!r}, which is computed with padding and so depends "
+                    "on the batch; leave output_value out, or call accelerate(model) without "
+                    "invariant=True.",
+                )
         with padded_inputs() if returns_tokens else packed_inputs():
             return stock(model, *args, **kwargs)
 
