@@ -9,7 +9,7 @@ import struct
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,48 @@ def test_a_form_has_the_vectors_of_base64(client: Client) -> None:
     body = {"inputs": [{"image": encoded(image)} for image in images]}
     assert reply.status == 200
     assert reply.json == client.post("/document/embed_all", body).json
+
+
+@pytest.mark.parametrize(
+    ("origins", "headers", "status"),
+    [
+        pytest.param((), {"origin": "https://other.example"}, 403, id="another site"),
+        pytest.param((), {"origin": "null"}, 403, id="a page without an origin"),
+        pytest.param(
+            (),
+            {"origin": "https://other.example", "sec_fetch_site": "cross-site"},
+            403,
+            id="another site in a new browser",
+        ),
+        pytest.param((), {}, 200, id="no browser"),
+        pytest.param((), {"origin": "http://localhost:80", "host": "localhost:80"}, 200, id="same"),
+        pytest.param(
+            (),
+            {"origin": "https://search.example", "sec_fetch_site": "same-origin"},
+            200,
+            id="the same site behind a proxy",
+        ),
+        pytest.param(
+            ["https://other.example"],
+            {"origin": "https://other.example"},
+            200,
+            id="an allowed site",
+        ),
+        pytest.param(["*"], {"origin": "https://other.example"}, 200, id="all sites"),
+    ],
+)
+def test_forms_of_other_sites_need_permission(
+    parts: PageParts,
+    origins: Sequence[str],
+    headers: dict[str, str],
+    status: int,
+) -> None:
+    """Browsers send forms of any page without asking the server first."""
+    with serving(parts.service(), origins=origins) as client:
+        body = b'--b\r\nContent-Disposition: form-data; name="inputs"\r\n\r\ntext\r\n--b--'
+        content_type = "multipart/form-data; boundary=b"
+        reply = client.request("POST", "/embed_all", body, content_type=content_type, **headers)
+    assert reply.status == status, reply.raw
 
 
 def test_a_form_ranks_files_and_texts_for_a_query(client: Client) -> None:

@@ -146,6 +146,7 @@ def create_app(
         service,
         api_key,
         admin_key,
+        origins,
         local=local,
     )
     if origins:
@@ -269,6 +270,7 @@ class _Guard:
         service: Service,
         api_key: str | None,
         admin_key: str | None,
+        origins: Sequence[str],
         *,
         local: bool,
     ) -> None:
@@ -281,12 +283,14 @@ class _Guard:
             service: service of the application.
             api_key: key that requests must have; ``None`` for no key.
             admin_key: key that requests to :data:`ADMIN_PATHS` must have; ``None`` refuses them.
+            origins: sites whose pages may send forms; ``"*"`` for all sites.
             local: whether the header ``Host`` must name this machine.
         """
         self._app = app
         self._endpoints = endpoints
         self._service = service
         self._must_name_this_machine = local
+        self._origins = frozenset(origin.encode() for origin in origins)
         self._key = None if api_key is None else _digest(api_key.encode())
         self._admin_key = None if admin_key is None else _digest(admin_key.encode())
 
@@ -362,8 +366,8 @@ class _Guard:
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
         """Return why a request is refused, or ``None`` if it is accepted.
 
-        A request is refused if its HTTP version is not supported, its key is missing or wrong, or
-        its header Host names another machine.
+        A request is refused if its HTTP version is not supported, its key is missing or wrong, its
+        header Host names another machine, or it is a form of a page of another site.
 
         Returns:
             The error, and the headers that HTTP requires in the response.
@@ -393,7 +397,33 @@ class _Guard:
                 status=421,
             )
             return error, {}
+        if self._is_form_of_another_site(scope):
+            error = ServeError(
+                "Validation",
+                "a page of another site has sent this form; start the server with "
+                "--cors-allow-origin to allow the site",
+                status=403,
+            )
+            return error, {}
         return None
+
+    def _is_form_of_another_site(self, scope: Message) -> bool:
+        """Return whether a page of a site that is not allowed has sent a form.
+
+        Browsers ask for permission before such a page sends JSON, but not before it sends a form.
+        They name the site in the header ``Origin``, which other clients do not send.
+        """
+        headers = scope["headers"]
+        origin = _header(headers, b"origin")
+        content_type = _header(headers, b"content-type").strip().lower()
+        if not origin or not content_type.startswith(b"multipart/"):
+            return False
+        if origin in self._origins or b"*" in self._origins:
+            return False
+        if _header(headers, b"sec-fetch-site") == b"same-origin":  # a proxy may change the Host
+            return False
+        _, _, host_of_origin = origin.partition(b"://")
+        return host_of_origin != _header(headers, b"host")
 
     def _has_access(self, scope: Message) -> bool:
         """Return whether a request has the key, or does not need it."""
