@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.cli.program import Call, done, fails, measured
 from tests.serve.page_service import make_page_parts
+from tilefold.cli.search import _HeatMapPaths
 from tilefold.retrieval import load_collection
 
 QUERY = "some words"
@@ -83,6 +84,16 @@ def test_heat_maps_of_several_queries_are_named_by_query_and_rank(
     done(call("search", "--queries", queries, *options, "--k", "1", *maps))
     names = sorted(file.name for file in (tmp_path / "maps").iterdir())
     assert [name[:16] for name in names] == ["query-q1-rank-1-", "query-q2-rank-1-"]
+
+
+def test_a_query_id_with_bytes_that_are_not_utf_8_has_a_heat_map(tmp_path: Path) -> None:
+    """Standard input has such bytes as surrogates, where the locale is C."""
+    paths = _HeatMapPaths(tmp_path)
+    first = paths.path_of(query_id="a\udcfe", rank=1, n_hits=1, page_id="p.png")
+    second = paths.path_of(query_id="a\udcff", rank=1, n_hits=1, page_id="p.png")
+    first.touch()
+    assert first.name.startswith("query-a_-")
+    assert first != second
 
 
 def test_queries_whose_ids_become_the_same_name_have_heat_maps_of_their_own(

@@ -629,7 +629,9 @@ def _distinct_file_name(text: str) -> str:
     name = _file_name(text)
     if name == text:
         return name
-    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]}"
+    # A line of standard input may have bytes that are not UTF-8, which are surrogates in the text.
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{name}-{digest[:_DIGEST_DIGITS]}"
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
