@@ -597,6 +597,15 @@ def test_an_update_names_texts_that_could_not_be_encoded_and_keeps_their_earlier
     assert "are not in the index: cards, other (2)" in call(*build).err
 
 
+def test_vectors_of_a_program_that_lists_no_failed_texts_are_added(call: Call, grown: Path) -> None:
+    manifest = grown / "new-vectors" / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    del entries["failed"], entries["checksum"]
+    manifest.write_text(json.dumps(entries))
+    update = ("index", "--update", "--vectors", grown / "new-vectors", "--output", grown / "exact")
+    assert measured(call(*update, "--json"))["failed_ids"] == []
+
+
 def test_a_file_with_new_documents_is_refused_with_the_command_that_adds_them(
     call: Call,
     grown: Path,

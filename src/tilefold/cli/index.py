@@ -550,7 +550,8 @@ def _failed_ids(request: IndexRequest) -> list[str]:
     folder = request.tokens if request.vectors is None else request.vectors
     if folder is None or not folder.is_dir():  # a file of token vectors does not list them
         return []
-    return list(read_json_object(folder / VECTORS_MANIFEST, VECTORS_REMEDY)["failed"])
+    manifest = read_json_object(folder / VECTORS_MANIFEST, VECTORS_REMEDY)
+    return list(manifest.get("failed", []))  # other programs may write no such entry
 
 
 def _indexed_ids(index: Path) -> set[str]:
