@@ -4,10 +4,16 @@
     python -m benchmarks.invariance --device cuda --only counts --network bert --layers 2
 
 Rows: sparse vectors of a SPLADE model of random weights, or of the weights of MiniLM, for texts of
-1 to 512 tokens, of which some are truncated and some occur twice. Each text is encoded alone, then
-in random compositions: of 1 to 512 texts up to a random length, in random order, with a prompt or
-without, as one batch or as a stream with a random number of tokens per batch. The ordinary model
-encodes the first compositions only. On a GPU, texts alone run as CUDA graphs, and batches without.
+1 to 512 tokens, of which some are truncated and some occur twice. A row has the terms above the
+256th weight of a query. So random weights give rows about as sparse as trained ones, and texts
+alone run as CUDA graphs on a GPU.
+
+Each text is encoded alone, then in random compositions: of texts up to a random length, in random
+order, with a prompt or without, as one batch or as a stream with a random number of tokens per
+batch. Nine of ten compositions have 1 to 16 texts, and the tenth 1 to 512, log-uniform: bits depend
+most on few rows, and small batches let a run of minutes encode 10,000 compositions. The ordinary
+model encodes the first compositions only. On a GPU, compositions of up to 32 texts that are no
+stream run as CUDA graphs, and the others without.
 
 Timed: all texts in bulk, and one query of 12 tokens (as a CUDA graph on a GPU), with
 ``accelerate(model)`` and with ``accelerate(model, invariant=True)`` in turns. On a CPU, the times
@@ -60,7 +66,9 @@ LONGEST = 512
 PROMPT = "query: "
 QUERY = "read a file line by line and sort the numbers of it"
 WORDS = ("read", "write", "file", "line", "list", "sort", "text", "number", "a", "of", ",", "1755")
-TOP_K = 256
+QUERY_TERMS = 256  # terms of the row of the query
+SMALL_SHARE = 0.9  # of the compositions
+SMALL_TEXTS = 16  # largest number of texts of a small composition
 N_QUERIES = 20
 COUNTS = "counts"
 TIMES = "times"
@@ -166,7 +174,7 @@ class Sizes:
         n_texts: the number of texts.
         n_compositions: the largest number of random batches.
         n_ordinary_compositions: how many of them the ordinary model encodes too.
-        most_texts: the largest number of texts of a batch.
+        most_texts: the largest number of texts of a composition.
         n_pairs: the number of timed pairs.
     """
 
@@ -353,7 +361,9 @@ def compositions(texts: Sequence[str], sizes: Sizes, seed: int = 1) -> Iterator[
     generator = np.random.default_rng(seed)
     lengths = lengths_of(texts)
     for _ in range(sizes.n_compositions):
-        n_texts = int(np.exp(generator.uniform(0, np.log(sizes.most_texts))))
+        is_small = generator.random() < SMALL_SHARE
+        most_texts = min(SMALL_TEXTS, sizes.most_texts) if is_small else sizes.most_texts
+        n_texts = int(np.exp(generator.uniform(0, np.log(most_texts + 1))))
         longest = np.exp(generator.uniform(np.log(lengths.min()), np.log(lengths.max())))
         candidates = np.flatnonzero(lengths <= np.ceil(longest))
         batch_tokens = None
@@ -370,6 +380,7 @@ def count_differing(
     model: SparseEncoder,
     texts: Sequence[str],
     batches: Iterable[Composition],
+    min_weight: float,
     seconds: float,
 ) -> Counts:
     """Encode texts alone and in random batches, and count the rows and those that differ.
@@ -378,6 +389,7 @@ def count_differing(
         model: an accelerated model.
         texts: the texts.
         batches: the random batches.
+        min_weight: rows have the terms of larger weights.
         seconds: no batch begins after this time.
     """
     alone: dict[tuple[int, bool], bytes] = {}
@@ -392,13 +404,13 @@ def count_differing(
         for position in composition.positions:
             key = position, composition.has_prompt
             if key not in alone:
-                rows = model.encode_sparse_batch([prompt + texts[position]], top_k=TOP_K)
+                rows = model.encode_sparse_batch([prompt + texts[position]], min_weight=min_weight)
                 (alone[key],) = bits_of_rows(rows)
         rows = encode_sparse(
             model,
             [texts[position] for position in composition.positions],
             prompt=prompt,
-            top_k=TOP_K,
+            min_weight=min_weight,
             batch_tokens=composition.batch_tokens,
         )
         n_compositions += 1
@@ -468,18 +480,30 @@ class Pair(NamedTuple):
         dtype: the dtype in which it computes.
         ordinary: the first model.
         invariant: the second model, with ``invariant=True``.
+        min_weight: rows of both have the terms of larger weights.
     """
 
     name: str
     dtype: Dtype
     ordinary: SparseEncoder
     invariant: SparseEncoder
+    min_weight: float
 
     @property
     def layers(self) -> int:
         """The number of layers."""
         n_layers: int = self.ordinary[0].model.config.num_hidden_layers
         return n_layers
+
+
+def smallest_weight(stock: SparseEncoder) -> float:
+    """Return the smallest of the ``QUERY_TERMS`` largest weights of the query.
+
+    Args:
+        stock: the model, not accelerated: CUDA graphs refuse dense rows of random weights for good.
+    """
+    row = stock.encode([QUERY], max_active_dims=QUERY_TERMS).coalesce()
+    return float(row.values().min()) if row.values().numel() == QUERY_TERMS else 0.0
 
 
 def make_pair(name: str, stock: SparseEncoder, dtype: Dtype) -> Pair:
@@ -490,12 +514,13 @@ def make_pair(name: str, stock: SparseEncoder, dtype: Dtype) -> Pair:
         stock: the model, which is not changed.
         dtype: the dtype in which the copies compute.
     """
+    min_weight = smallest_weight(stock)
     ordinary = copy.deepcopy(stock)
     set_precision(ordinary, dtype)
     invariant = copy.deepcopy(ordinary)
     accelerate(ordinary)
     accelerate(invariant, invariant=True)
-    return Pair(name, dtype, ordinary, invariant)
+    return Pair(name, dtype, ordinary, invariant, min_weight)
 
 
 def count_rows(pair: Pair, sizes: Sizes, seconds: float) -> CountRow:
@@ -508,9 +533,9 @@ def count_rows(pair: Pair, sizes: Sizes, seconds: float) -> CountRow:
     """
     texts = make_texts(sizes.n_texts)
     batches = compositions(texts, sizes)
-    invariant = count_differing(pair.invariant, texts, batches, seconds)
+    invariant = count_differing(pair.invariant, texts, batches, pair.min_weight, seconds)
     first_batches = itertools.islice(compositions(texts, sizes), sizes.n_ordinary_compositions)
-    ordinary = count_differing(pair.ordinary, texts, first_batches, seconds)
+    ordinary = count_differing(pair.ordinary, texts, first_batches, pair.min_weight, seconds)
     return CountRow(
         network=pair.name,
         layers=pair.layers,
@@ -535,10 +560,14 @@ def time_models(pair: Pair, device: str, sizes: Sizes) -> TimeRow:
     texts = make_texts(sizes.n_texts)
 
     def bulk(model: SparseEncoder) -> Callable[[], object]:
-        return lambda: encode_sparse(model, texts, top_k=TOP_K)
+        return lambda: encode_sparse(model, texts, min_weight=pair.min_weight)
 
     def queries(model: SparseEncoder) -> Callable[[], object]:
-        return lambda: [model.encode_sparse_batch([QUERY], top_k=TOP_K) for _ in range(N_QUERIES)]
+        def encode_queries() -> None:
+            for _ in range(N_QUERIES):
+                model.encode_sparse_batch([QUERY], min_weight=pair.min_weight)
+
+        return encode_queries
 
     bulk_ms, invariant_bulk_ms, throughput = time_pairs(
         bulk(pair.ordinary),
@@ -632,7 +661,7 @@ def report(row: CountRow | TimeRow, arguments: argparse.Namespace) -> None:
         arguments.output / name,
         [asdict(row)],
         collect(torch.device(arguments.device)),
-        ("network", "dtype"),
+        ("network", "layers", "dtype", "threads", "triton"),
     )
 
 
