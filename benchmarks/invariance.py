@@ -11,9 +11,10 @@ alone run as CUDA graphs on a GPU.
 Each text is encoded alone, then in random compositions: of texts up to a random length, in random
 order, with a prompt or without, as one batch or as a stream with a random number of tokens per
 batch. Nine of ten compositions have 1 to 16 texts, and the tenth 1 to 512, log-uniform: bits depend
-most on few rows, and small batches let a run of minutes encode 10,000 compositions. The ordinary
-model encodes the first compositions only. On a GPU, compositions of up to 32 texts that are no
-stream run as CUDA graphs, and the others without.
+most on few rows, and small batches let a run of minutes encode 10,000 compositions. A tenth of the
+small compositions and half of the others are streams. The ordinary model encodes the first
+compositions only. On a GPU, compositions of up to 32 texts that are no streams run as CUDA graphs,
+and the others without.
 
 Timed: all texts in bulk, and one query of 12 tokens (as a CUDA graph on a GPU), with
 ``accelerate(model)`` and with ``accelerate(model, invariant=True)`` in turns. On a CPU, the times
@@ -69,6 +70,8 @@ WORDS = ("read", "write", "file", "line", "list", "sort", "text", "number", "a",
 QUERY_TERMS = 256  # terms of the row of the query
 SMALL_SHARE = 0.9  # of the compositions
 SMALL_TEXTS = 16  # largest number of texts of a small composition
+SMALL_STREAM_SHARE = 0.1  # of the small compositions
+LARGE_STREAM_SHARE = 0.5  # of the others
 N_QUERIES = 20
 COUNTS = "counts"
 TIMES = "times"
@@ -366,8 +369,9 @@ def compositions(texts: Sequence[str], sizes: Sizes, seed: int = 1) -> Iterator[
         n_texts = int(np.exp(generator.uniform(0, np.log(most_texts + 1))))
         longest = np.exp(generator.uniform(np.log(lengths.min()), np.log(lengths.max())))
         candidates = np.flatnonzero(lengths <= np.ceil(longest))
+        stream_share = SMALL_STREAM_SHARE if is_small else LARGE_STREAM_SHARE
         batch_tokens = None
-        if generator.random() < 0.5:
+        if generator.random() < stream_share:
             batch_tokens = int(generator.integers(LONGEST, 16 * LONGEST))
         yield Composition(
             positions=generator.choice(candidates, n_texts).tolist(),
