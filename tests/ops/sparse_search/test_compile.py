@@ -39,7 +39,7 @@ TYPES = {
     ),
     **dict.fromkeys(["queries_ptr", "weights_ptr", "postings_ptr", "largest_ptr"], "*fp32"),
     "offsets_ptr": "*i64",
-    "places_ptr": "*i16",
+    "local_documents_ptr": "*i16",
     "allowed_ptr": "*u8",
     "documents_ptr": "*i64",
 }

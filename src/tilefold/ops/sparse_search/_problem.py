@@ -17,7 +17,7 @@ class SearchTensors(NamedTuple):
         weights: ``[Nq, T]`` fp32 weights of the query terms.
         terms: ``[Nq, T]`` int32 query terms.
         offsets: position at which the postings of each block and term begin.
-        places: ``[nnz]`` documents of the postings.
+        local_documents: ``[nnz]`` documents of the postings.
         postings: ``[nnz]`` weights of the postings.
         largest: ``[V]`` largest weight of each term.
         allowed: ``[N]`` uint8, nonzero for documents that may be returned, or ``None`` for all.
@@ -26,7 +26,7 @@ class SearchTensors(NamedTuple):
     weights: Tensor
     terms: Tensor
     offsets: Tensor
-    places: Tensor
+    local_documents: Tensor
     postings: Tensor
     largest: Tensor
     allowed: Tensor | None
@@ -39,7 +39,7 @@ class DenseSearchTensors(NamedTuple):
         queries: ``[Nq, V]`` fp32 weights of all terms in the queries.
         term_order: ``[V]`` int32 terms, those of most documents first.
         offsets: position at which the postings of each block and term begin.
-        places: ``[nnz]`` documents of the postings.
+        local_documents: ``[nnz]`` documents of the postings.
         postings: ``[nnz]`` weights of the postings.
         largest: ``[V]`` largest weight of each term.
         allowed: ``[N]`` uint8, nonzero for documents that may be returned, or ``None`` for all.
@@ -48,7 +48,7 @@ class DenseSearchTensors(NamedTuple):
     queries: Tensor
     term_order: Tensor
     offsets: Tensor
-    places: Tensor
+    local_documents: Tensor
     postings: Tensor
     largest: Tensor
     allowed: Tensor | None

@@ -104,7 +104,7 @@ def _matching_postings(
     blocks = torch.repeat_interleave(keys // n_terms, list_lengths)
     return _Matches(
         postings=postings,
-        documents=blocks * BLOCK + tensors.places[postings].long(),
+        documents=blocks * BLOCK + tensors.local_documents[postings].long(),
         query_weights=torch.repeat_interleave(weights.repeat(n_blocks), list_lengths),
     )
 
@@ -158,7 +158,7 @@ def topk_of_dense(
         weights=weights,
         terms=tensors.term_order.expand_as(weights),
         offsets=tensors.offsets,
-        places=tensors.places,
+        local_documents=tensors.local_documents,
         postings=tensors.postings,
         largest=tensors.largest,
         allowed=tensors.allowed,

@@ -25,11 +25,11 @@ PACKED_CHUNK = 8192  # weights of a dense query that a program holds
 # queries).
 SCORES = (
     ConfigRow(
-        {}, {"ROWS": 4, "WIDE": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"
+        {}, {"TERMS": 4, "POSTINGS": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"
     ),
     ConfigRow(
         {"programs": Between(most=4096)},
-        {"ROWS": 8, "WIDE": 512, "num_warps": 32},
+        {"TERMS": 8, "POSTINGS": 512, "num_warps": 32},
         "H200, one query",
     ),
     ConfigRow({"capability": (0, 0)}, {"SHARED": False}, "shared memory is declared in PTX"),
@@ -146,15 +146,15 @@ def _add_search(
         Nq=n_queries,
         blocks=n_blocks,
         k=k,
-        most=max_listed,
+        max_listed=max_listed,
         BLOCK=BLOCK,
         GROUP=GROUP,
         BLOCK_T=64,
         HAS_ALLOWED=has_allowed,
         CHUNK=CHUNK,
-        ONE=max_listed * GROUP <= CHUNK,
-        FIRST=min(power_of_two(n_high_groups, 512), CHUNK),
-        ONE_FIRST=n_high_groups <= CHUNK,
+        FITS=max_listed * GROUP <= CHUNK,
+        HIGH_CHUNK=min(power_of_two(n_high_groups, 512), CHUNK),
+        HIGH_FITS=n_high_groups <= CHUNK,
         num_warps=8,
         num_stages=3,
     )

@@ -20,7 +20,7 @@ class BlockedPostings:
     Attributes:
         offsets: ``[blocks * V + 1]`` int64. Postings of block `b` and term `t` are
             ``offsets[b * V + t]`` to the next offset.
-        places: ``[nnz]`` int16 documents, counted from the first one of their block.
+        local_documents: ``[nnz]`` int16 documents, counted from the first one of their block.
         weights: ``[nnz]`` fp32, positive.
         largest: ``[V]`` fp32 largest weight of each term, 0 for a term without postings.
         counts: ``[V]`` int64 number of documents of each term.
@@ -30,7 +30,7 @@ class BlockedPostings:
     """
 
     offsets: Tensor
-    places: Tensor
+    local_documents: Tensor
     weights: Tensor
     largest: Tensor
     counts: Tensor
@@ -50,7 +50,7 @@ class BlockedPostings:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = (self.offsets, self.places, self.weights, self.largest)
+        tensors = (self.offsets, self.local_documents, self.weights, self.largest)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @classmethod
@@ -90,18 +90,18 @@ class BlockedPostings:
         n_in_earlier_blocks = by_block.cumsum(0).sub_(by_block)
         list_positions = n_in_earlier_blocks.add_(offsets[:-1].to(device))
         shift = list_positions.neg_().add_(starts[:-1].view_as(by_block)).view(-1)
-        places = torch.empty(n_postings, dtype=torch.int16, device=device)
+        local_documents = torch.empty(n_postings, dtype=torch.int16, device=device)
         values = torch.empty(n_postings, dtype=torch.float32, device=device)
         largest = torch.zeros(n_terms, dtype=torch.float32, device=device)
         for slab in _slabs(offsets, documents, weights, n_terms, device):
             end = slab.start + slab.keys.numel()
             positions = shift[slab.keys] + torch.arange(slab.start, end, device=device)
-            places[positions] = (slab.documents % BLOCK).to(torch.int16)
+            local_documents[positions] = (slab.documents % BLOCK).to(torch.int16)
             values[positions] = slab.weights
             largest.scatter_reduce_(0, slab.terms, slab.weights, "amax")
         return cls(
             offsets=starts,
-            places=places,
+            local_documents=local_documents,
             weights=values,
             largest=largest,
             counts=document_counts,

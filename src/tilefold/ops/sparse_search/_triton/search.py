@@ -28,12 +28,12 @@ def _tile_address(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _set(at, value):
+def _set(address, value):
     """Write words of shared memory."""
     tl.inline_asm_elementwise(
         "st.shared.b32 [$1], $2; mov.u32 $0, 0;",
         "=r,r,r",
-        [at, value],
+        [address, value],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -41,13 +41,13 @@ def _set(at, value):
 
 
 @triton.jit
-def _add(at, value, product):
+def _add(address, value, product):
     """Add values to words of shared memory where products are positive."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 "
         "$0, 0; }",
         "=r,r,r,r",
-        [at, value, product],
+        [address, value, product],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -55,12 +55,12 @@ def _add(at, value, product):
 
 
 @triton.jit
-def _get(at):
+def _get(address):
     """Read words of shared memory."""
     return tl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];",
         "=r,r",
-        [at],
+        [address],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -68,7 +68,7 @@ def _get(at):
 
 
 @triton.jit
-def _bytes(at, inside):
+def _bytes(pointers, inside):
     """Load bytes, 0 where ``inside`` is false.
 
     Triton's load would exchange them between threads through as much shared memory as the sums
@@ -77,7 +77,7 @@ def _bytes(at, inside):
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }",
         "=r,l,r",
-        [at.to(tl.int64, bitcast=True), inside.to(tl.int32)],
+        [pointers.to(tl.int64, bitcast=True), inside.to(tl.int32)],
         dtype=tl.int32,
         is_pure=True,
         pack=1,
@@ -86,20 +86,21 @@ def _bytes(at, inside):
 
 @triton.jit
 def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
-    """Bound the scores of a query.
+    """Bound the scores of a query from above by a power of two.
 
-    Returns the exponent field of the smallest power of two that is larger than any score, and the
-    number of terms up to the last one with a positive weight.
+    Returns:
+        The exponent field (of fp32) of the smallest power of two that is larger than any score, and
+        the number of terms up to the last one with a positive weight.
     """
     bound = tl.zeros((BLOCK_T,), tl.float32)
-    last = tl.zeros((BLOCK_T,), tl.int32)
+    length = tl.zeros((BLOCK_T,), tl.int32)
     for t0 in range(0, T, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         weight = tl.maximum(tl.load(weights_ptr + t, mask=t < T, other=0.0), 0.0)
         term = tl.load(terms_ptr + t, mask=t < T, other=-1)
         bound += weight * tl.load(largest_ptr + term, mask=(term >= 0) & (term < V), other=0.0)
-        last = tl.where(weight > 0.0, t + 1, last)
-    return (tl.sum(bound).to(tl.int32, bitcast=True) >> 23) + 1, tl.max(last)
+        length = tl.where(weight > 0.0, t + 1, length)
+    return (tl.sum(bound).to(tl.int32, bitcast=True) >> 23) + 1, tl.max(length)
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -114,11 +115,17 @@ def pack_terms_kernel(
 ):
     """Write the terms of a dense query one after another, in the order of ``term_order``.
 
-    Writes the terms and their positive weights, ``[Nq, V]``, of which only the first ones of a row
-    are written, and how many these are, ``[Nq]``. That is -1 if a weight is negative, infinite or
-    NaN.
+    Grid: ``[Nq]``.
 
-    Grid: ``[Nq]``. ``queries``: ``[Nq, V]`` weights of all terms. ``term_order``: ``[V]`` terms.
+    Args:
+        queries_ptr: ``[Nq, V]`` weights of all terms.
+        term_order_ptr: ``[V]`` terms.
+        terms_ptr: ``[Nq, V]`` terms with a positive weight; only the first entries of a row are
+            written.
+        weights_ptr: ``[Nq, V]`` weights of these terms.
+        lengths_ptr: ``[Nq]`` number of entries that were written; -1 if a weight of the query is
+            negative, infinite or NaN.
+        PACKED_CHUNK: entries of ``term_order`` that are read at a time.
     """
     query = tl.program_id(0).to(tl.int64)
     queries_ptr += query * V
@@ -147,7 +154,7 @@ def block_scores_kernel(
     weights_ptr,
     lengths_ptr,
     offsets_ptr,
-    places_ptr,
+    local_documents_ptr,
     postings_ptr,
     largest_ptr,
     allowed_ptr,
@@ -162,21 +169,29 @@ def block_scores_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TERMS: tl.constexpr,
+    POSTINGS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     HAS_ALLOWED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     """Compute the scores of one block of documents for one query.
 
-    Writes the bits of the scores ``[Nq, N]``, the highest of each group of ``GROUP`` documents
-    ``[Nq, groups]``, and the highest of each ``GROUP`` groups. ``ROWS`` terms at a time add
-    ``WIDE`` postings each.
+    Products are rounded to integers, which are added. Grid: ``[blocks * Nq]``.
 
-    Grid: ``[blocks * Nq]``. ``terms``, ``weights``: ``[Nq, T]``. ``lengths``: ``[Nq]``, how many
-    entries of a row are read; all without ``HAS_LENGTHS``. ``offsets``, ``places``, ``postings``,
-    ``largest``: see ``BlockedPostings``. ``allowed``: ``[N]``.
+    Args:
+        terms_ptr: ``[Nq, T]`` terms of the queries.
+        weights_ptr: ``[Nq, T]`` their weights.
+        lengths_ptr: ``[Nq]`` number of entries of a row that are read; all without ``HAS_LENGTHS``.
+        offsets_ptr: see ``BlockedPostings``; as ``local_documents``, ``postings`` (the weights) and
+            ``largest``.
+        allowed_ptr: ``[N]``, nonzero for documents that may be returned, if ``HAS_ALLOWED``.
+        score_ptr: ``[Nq, N]`` bits of the scores; written.
+        group_ptr: ``[Nq, groups]`` highest score of each ``GROUP`` documents; written.
+        high_ptr: ``[Nq, groups / GROUP]`` highest score of each ``GROUP`` groups; written.
+        TERMS: terms whose postings are added at a time.
+        POSTINGS: postings of each of these terms that are added at a time.
+        SHARED: whether the sums are in shared memory; otherwise they are in ``score``.
     """
     block = tl.program_id(0) // Nq
     query = (tl.program_id(0) % Nq).to(tl.int64)
@@ -185,8 +200,11 @@ def block_scores_kernel(
     if HAS_LENGTHS:
         T = tl.load(lengths_ptr + query)
     exponent, length = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
-    up = tl.minimum(tl.maximum(285 - exponent, 1), 253)
-    factor = (up << 23).to(tl.float32, bitcast=True)
+    # The exponent field of fp32 exceeds the exponent by 127. Scores are below 2^(exponent - 127),
+    # and multiplied by the factor they are below 2^31, so its field is 31 + 127 + 127 - exponent.
+    # The limits keep the factor and its inverse normal numbers.
+    factor_exponent = tl.minimum(tl.maximum(285 - exponent, 1), 253)
+    factor = (factor_exponent << 23).to(tl.float32, bitcast=True)
     index = tl.arange(0, BLOCK)
     document = block * BLOCK + index
     inside = document < N
@@ -199,32 +217,34 @@ def block_scores_kernel(
     tl.debug_barrier()
     offsets_ptr += block.to(tl.int64) * V
     first = tl.load(offsets_ptr)  # first posting of the block, which has fewer than 2^31
-    places_ptr += first
+    local_documents_ptr += first
     postings_ptr += first
-    for t0 in range(0, length, ROWS):
-        t = t0 + tl.arange(0, ROWS)
+    for t0 in range(0, length, TERMS):
+        t = t0 + tl.arange(0, TERMS)
         term = tl.load(terms_ptr + t, mask=t < T, other=-1)
         weight = tl.load(weights_ptr + t, mask=t < T, other=0.0)
         is_term = (term >= 0) & (term < V) & (weight > 0.0)
         start = (tl.load(offsets_ptr + term, mask=is_term, other=first) - first).to(tl.int32)
         end = (tl.load(offsets_ptr + term + 1, mask=is_term, other=first) - first).to(tl.int32)
-        for i0 in range(0, tl.max(end - start), WIDE):
-            at = start[:, None] + (i0 + tl.arange(0, WIDE))[None, :]
-            inside_list = at < end[:, None]
-            where = (
-                tl.load(places_ptr + at, mask=inside_list, other=0)
+        for i0 in range(0, tl.max(end - start), POSTINGS):
+            position = start[:, None] + (i0 + tl.arange(0, POSTINGS))[None, :]
+            inside_list = position < end[:, None]
+            local_document = (
+                tl.load(local_documents_ptr + position, mask=inside_list, other=0)
                 .to(tl.uint16, bitcast=True)
                 .to(tl.int32)
             )
-            product = weight[:, None] * tl.load(postings_ptr + at, mask=inside_list, other=0.0)
+            product = weight[:, None] * tl.load(
+                postings_ptr + position, mask=inside_list, other=0.0
+            )
             units = (
                 tl.maximum(product * factor + 0.5, 1.0).to(tl.uint32).to(tl.int32, bitcast=True)
             )  # truncated, since 0.5 was added
             if SHARED:
-                _add(base + 4 * where, units, product)
+                _add(base + 4 * local_document, units, product)
             else:
                 tl.atomic_add(
-                    score_ptr + block * BLOCK + where,
+                    score_ptr + block * BLOCK + local_document,
                     units,
                     mask=product > 0.0,
                     sem="relaxed",
@@ -241,33 +261,34 @@ def block_scores_kernel(
             allowed = tl.load(allowed_ptr + document, mask=inside, other=0).to(tl.int32)
         total = tl.where(allowed != 0, total, 0)
     # Multiplied by the inverse of the factor, a normal number like the factor.
-    score = total.to(tl.uint32, bitcast=True).to(tl.float32) * ((254 - up) << 23).to(
+    score = total.to(tl.uint32, bitcast=True).to(tl.float32) * ((254 - factor_exponent) << 23).to(
         tl.float32,
         bitcast=True,
     )
     bits = score.to(tl.int32, bitcast=True)
     tl.store(score_ptr + document, bits, mask=inside)
     bits = tl.where(inside, bits, 0)
-    best = tl.max(tl.reshape(bits, (BLOCK // GROUP, GROUP)), axis=1)
-    listed = (query * blocks + block) * (BLOCK // GROUP)
-    tl.store(group_ptr + listed + tl.arange(0, BLOCK // GROUP), best)
-    higher = tl.max(tl.reshape(best, (BLOCK // GROUP // GROUP, GROUP)), axis=1)
-    tl.store(high_ptr + listed // GROUP + tl.arange(0, BLOCK // GROUP // GROUP), higher)
+    group_best = tl.max(tl.reshape(bits, (BLOCK // GROUP, GROUP)), axis=1)
+    first_group = (query * blocks + block) * (BLOCK // GROUP)
+    tl.store(group_ptr + first_group + tl.arange(0, BLOCK // GROUP), group_best)
+    high_best = tl.max(tl.reshape(group_best, (BLOCK // GROUP // GROUP, GROUP)), axis=1)
+    tl.store(high_ptr + first_group // GROUP + tl.arange(0, BLOCK // GROUP // GROUP), high_best)
 
 
 @triton.jit
 def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
-    """Load entries of a row, or of the groups of it that are listed.
+    """Load entries of a row, or of some groups of a row.
 
     Args:
         ptr: ``[n]`` bits of scores.
-        member_ptr: ``[count]`` listed groups; not read if ``GROUP`` is 0.
-        i: numbers of the entries, counted over the listed groups.
-        count: number of listed groups, or of entries if ``GROUP`` is 0.
+        member_ptr: ``[count]`` numbers of the groups; not read if ``GROUP`` is 0.
+        i: numbers of the entries, counted over these groups.
+        count: number of these groups, or of entries if ``GROUP`` is 0.
         n: number of entries of the row.
         GROUP: entries of a group, or 0 for the row itself.
 
-    Returns the bits, 0 past the end, and the positions in the row.
+    Returns:
+        The bits, 0 past the end, and the positions in the row.
     """
     if GROUP == 0:
         position = i
@@ -279,11 +300,12 @@ def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
     return tl.load(ptr + position, mask=exists, other=0), position
 
 
-NEAR = tl.constexpr(1 << 24)  # subtracted from bits: a quarter of the highest score is tried first
+# Subtracted from the bits of an fp32 number, which divides it by 4.
+QUARTER = tl.constexpr(1 << 24)
 
 
 @triton.jit
-def _best(
+def _select_best(
     ptr,
     member_ptr,
     out_ptr,
@@ -291,72 +313,77 @@ def _best(
     count,
     n,
     k,
-    most,
+    max_listed,
     bound,
-    top,
+    highest,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
-    ONE: tl.constexpr,
+    FITS: tl.constexpr,
 ):
     """List the positions of the ``k`` highest positive values, in rising order.
 
-    Up to ``most`` may be listed, if that takes fewer steps. Among equal values the first are
+    Up to ``max_listed`` may be listed, if that takes fewer steps. Among equal values the first are
     listed. A bisection finds a bound that ``k`` values reach.
 
     Args:
         ptr: ``[n]`` bits of scores, or of maxima of groups.
         member_ptr: ``[count]`` groups to search; not read if ``GROUP`` is 0.
-        out_ptr: ``[most]`` listed positions.
-        values_ptr: ``[most]`` their values, or ``None``.
+        out_ptr: ``[max_listed]`` listed positions.
+        values_ptr: ``[max_listed]`` their values, or ``None``.
         count: number of groups to search, or of values if ``GROUP`` is 0.
         n: number of values.
         k: number of values to list.
-        most: largest number of values to list.
+        max_listed: largest number of values to list.
         bound: bits that ``k`` values reach, if ``GROUP`` is not 0.
-        top: bits of the highest value, if ``GROUP`` is not 0.
+        highest: bits of the highest value, if ``GROUP`` is not 0.
         GROUP: values of a group, or 0 to search all values.
-        CHUNK: values that are held at a time.
-        ONE: whether all values are held.
+        CHUNK: values that are in registers at a time.
+        FITS: whether all values fit in one chunk.
 
-    Returns the number of listed positions, bits that ``k`` values reach (0 if there are fewer), and
-    the bits of the highest value.
+    Returns:
+        The number of listed positions, bits that ``k`` values reach (0 if there are fewer), and the
+        bits of the highest value.
     """
     size = count if GROUP == 0 else count * GROUP
-    lane = tl.arange(0, CHUNK)
-    value, position = _values(ptr, member_ptr, lane, count, n, GROUP)
+    entry = tl.arange(0, CHUNK)
+    value, position = _values(ptr, member_ptr, entry, count, n, GROUP)
     if GROUP == 0:
-        top = tl.max(value)
-        if not ONE:
+        highest = tl.max(value)
+        if not FITS:
             for i0 in range(CHUNK, size, CHUNK):
-                other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
-                top = tl.maximum(top, tl.max(other))
-        bound = top * 0
-    reach = 0
-    high = top
-    while (bound < high) & ((reach < k) | (reach > most)):  # halves the interval
-        tried = bound + (high - bound) // 2
-        tried = tl.where((bound == 0) & (high == top), tl.maximum(top - NEAR, tried), tried) + 1
-        reach = tl.sum((value >= tried).to(tl.int32))
-        if not ONE:
+                chunk_values, _positions = _values(ptr, member_ptr, i0 + entry, count, n, GROUP)
+                highest = tl.maximum(highest, tl.max(chunk_values))
+        bound = highest * 0
+    n_reached = 0
+    upper = highest
+    # Bits of positive numbers are in the order of the numbers, so integers are bisected. At least
+    # `k` values reach `bound`, and fewer than `k` exceed `upper`.
+    while (bound < upper) & ((n_reached < k) | (n_reached > max_listed)):
+        middle = bound + (upper - bound) // 2
+        is_first_step = (bound == 0) & (upper == highest)
+        middle = tl.where(is_first_step, tl.maximum(highest - QUARTER, middle), middle) + 1
+        n_reached = tl.sum((value >= middle).to(tl.int32))
+        if not FITS:
             for i0 in range(CHUNK, size, CHUNK):
-                other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
-                reach += tl.sum((other >= tried).to(tl.int32))
-        bound = tl.where(reach >= k, tried, bound)
-        high = tl.where(reach >= k, high, tried - 1)
+                chunk_values, _positions = _values(ptr, member_ptr, i0 + entry, count, n, GROUP)
+                n_reached += tl.sum((chunk_values >= middle).to(tl.int32))
+        bound = tl.where(n_reached >= k, middle, bound)
+        upper = tl.where(n_reached >= k, upper, middle - 1)
+    # More values than fit are equal to the bound: only the first of them are listed.
+    splits_ties = (n_reached < k) | (n_reached > max_listed)
     ties = k  # values equal to the bound that are still to be listed
-    apart = (reach < k) | (reach > most)
-    if apart:
+    if splits_ties:
         ties -= tl.sum((value > bound).to(tl.int32))
-        if not ONE:
+        if not FITS:
             for i0 in range(CHUNK, size, CHUNK):
-                other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
-                ties -= tl.sum((other > bound).to(tl.int32))
+                chunk_values, _positions = _values(ptr, member_ptr, i0 + entry, count, n, GROUP)
+                ties -= tl.sum((chunk_values > bound).to(tl.int32))
     listed = 0
-    for i0 in range(0, 1 if ONE else size, CHUNK):
-        if not ONE:
-            value, position = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
+    for i0 in range(0, 1 if FITS else size, CHUNK):
+        if not FITS:
+            value, position = _values(ptr, member_ptr, i0 + entry, count, n, GROUP)
         selected = value >= bound
-        if apart:
+        if splits_ties:
             tie = ((value == bound) & (value > 0)).to(tl.int32)
             selected = (value > bound) | ((tie != 0) & (tl.cumsum(tie, 0) <= ties))
             ties -= tl.sum(tie)
@@ -365,13 +392,13 @@ def _best(
         if values_ptr is not None:
             tl.store(values_ptr + rank, value, mask=selected)
         listed += tl.sum(selected.to(tl.int32))
-    return listed, bound, top
+    return listed, bound, highest
 
 
-RANKED = tl.constexpr(64)
+RANK_BLOCK = tl.constexpr(64)  # documents that are compared with as many others at a time
 
 
-@triton.jit(do_not_specialize=["N", "blocks", "k", "most"])
+@triton.jit(do_not_specialize=["N", "blocks", "k", "max_listed"])
 def best_kernel(
     score_ptr,
     group_ptr,
@@ -383,31 +410,36 @@ def best_kernel(
     N,
     blocks,
     k,
-    most,
+    max_listed,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    FIRST: tl.constexpr,
-    ONE_FIRST: tl.constexpr,
+    HIGH_CHUNK: tl.constexpr,
+    HIGH_FITS: tl.constexpr,
     CHUNK: tl.constexpr,
-    ONE: tl.constexpr,
+    FITS: tl.constexpr,
 ):
     """Select the ``k`` documents with the highest positive scores of one query, best first.
 
     They are in the ``k`` groups of documents whose highest scores are the highest, the first groups
     among equal ones. The same holds for groups in groups of groups. So three searches suffice: for
-    groups of groups, for groups, and for documents. Each may list up to ``most``, with fewer steps.
-    At last the listed documents are sorted.
+    groups of groups, for groups, and for documents. Each may list up to ``max_listed``, with fewer
+    steps. At last the listed documents are sorted. Grid: ``[Nq]``.
 
-    Writes ``[Nq, k]`` documents and bits of scores, -1 and 0 after the last one. Grid: ``[Nq]``.
-    ``score``, ``group`` and ``high``: what ``block_scores_kernel`` writes. ``member``:
-    ``[Nq, 3, most]`` scratch for the lists. ``listed``: ``[Nq, most]`` scratch for values.
+    Args:
+        score_ptr: bits of the scores, from ``block_scores_kernel``; as ``group`` and ``high``.
+        member_ptr: ``[Nq, 3, max_listed]`` scratch for the three lists.
+        listed_ptr: ``[Nq, max_listed]`` scratch for the values of the last list.
+        documents_ptr: ``[Nq, k]`` documents, -1 after the last one; written.
+        values_ptr: ``[Nq, k]`` bits of their scores, 0 after the last one; written.
+        HIGH_CHUNK: ``CHUNK`` of the search for groups of groups.
+        HIGH_FITS: ``FITS`` of that search.
     """
     query = tl.program_id(0).to(tl.int64)
     groups = blocks * (BLOCK // GROUP)
     high_ptr += query * groups // GROUP
-    member_ptr += 3 * query * most
-    listed_ptr += query * most
-    count, bound, top = _best(
+    member_ptr += 3 * query * max_listed
+    listed_ptr += query * max_listed
+    count, bound, highest = _select_best(
         high_ptr,
         None,
         member_ptr,
@@ -415,58 +447,58 @@ def best_kernel(
         groups // GROUP,
         0,
         k,
-        most,
+        max_listed,
         0,
         0,
         0,
-        FIRST,
-        ONE_FIRST,
+        HIGH_CHUNK,
+        HIGH_FITS,
     )
     tl.debug_barrier()
-    count, bound, _ = _best(
+    count, bound, _ = _select_best(
         group_ptr + query * groups,
         member_ptr,
-        member_ptr + most,
+        member_ptr + max_listed,
         None,
         count,
         groups,
         k,
-        most,
+        max_listed,
         bound,
-        top,
+        highest,
         GROUP,
         CHUNK,
-        ONE,
+        FITS,
     )
     tl.debug_barrier()
-    count, _, _ = _best(
+    count, _, _ = _select_best(
         score_ptr + query * N,
-        member_ptr + most,
-        member_ptr + 2 * most,
+        member_ptr + max_listed,
+        member_ptr + 2 * max_listed,
         listed_ptr,
         count,
         N,
         k,
-        most,
+        max_listed,
         bound,
-        top,
+        highest,
         GROUP,
         CHUNK,
-        ONE,
+        FITS,
     )
     tl.debug_barrier()
-    for i0 in range(0, tl.maximum(k, count), RANKED):
-        i = i0 + tl.arange(0, RANKED)
+    for i0 in range(0, tl.maximum(k, count), RANK_BLOCK):
+        i = i0 + tl.arange(0, RANK_BLOCK)
         value = tl.load(listed_ptr + i, mask=i < count, other=0)
         rank = tl.where(i < count, 0, i)
-        for j0 in range(0, count, RANKED):
-            j = j0 + tl.arange(0, RANKED)
-            other = tl.load(listed_ptr + j, mask=j < count, other=-1)
-            before = (other[None, :] == value[:, None]) & (
+        for j0 in range(0, count, RANK_BLOCK):
+            j = j0 + tl.arange(0, RANK_BLOCK)
+            other_value = tl.load(listed_ptr + j, mask=j < count, other=-1)
+            is_better = (other_value[None, :] == value[:, None]) & (
                 j[None, :] < i[:, None]
             )  # equal ones that were listed
-            before |= other[None, :] > value[:, None]
-            rank += tl.where(i < count, tl.sum(before.to(tl.int32), axis=1), 0)
-        document = tl.load(member_ptr + 2 * most + i, mask=i < count, other=-1)
+            is_better |= other_value[None, :] > value[:, None]
+            rank += tl.where(i < count, tl.sum(is_better.to(tl.int32), axis=1), 0)
+        document = tl.load(member_ptr + 2 * max_listed + i, mask=i < count, other=-1)
         tl.store(documents_ptr + query * k + rank, document.to(tl.int64), mask=rank < k)
         tl.store(values_ptr + query * k + rank, value, mask=rank < k)
