@@ -58,7 +58,7 @@ def query_list(
         return first, tl.minimum(first + BLOCK, Tq), 0, Nd
     else:
         query = tl.program_id(0)
-        first, stop, _ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        first, stop, _offsets_valid = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         if PAIRING == GROUPED:
             return first, stop, query * group, query * group + group
         else:
@@ -86,8 +86,8 @@ def document_list(d, first_ptr, PAIRING: tl.constexpr):
 
 @triton.jit
 def query_of_entry(
-    e,
-    first_item,
+    entry,
+    first_entry,
     d,
     order_ptr,
     pairs_ptr,
@@ -108,10 +108,10 @@ def query_of_entry(
         ``saved``, and the offset of the pair in the gradient of the scores.
     """
     if PAIRING == INDEX:
-        pair, query, _d = item_of(e, first_item, order_ptr, pairs_ptr, PAIRING)
+        pair, query, _d = item_of(entry, first_entry, order_ptr, pairs_ptr, PAIRING)
         is_valid = (query >= 0) & (query < Nq)
         query = tl.where(is_valid, query, 0)
-        start, end, _ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        start, end, _offsets_valid = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         end = tl.where(is_valid, end, start)
         return (
             start,
@@ -120,7 +120,7 @@ def query_of_entry(
             tl.cast(pair, tl.int64) * stride_d,
         )
     elif PAIRING == GROUPED:
-        start, end, _ok = bounds(cu_queries_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
+        start, end, _offsets_valid = bounds(cu_queries_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
         return start, end, tl.cast(d % group, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
     else:
         return 0, Tq, tl.cast(d, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
@@ -140,7 +140,7 @@ def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
 
 
 @triton.jit
-def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constexpr):
+def saved_offsets(entry, pair, first_entry, row, q_start, Tq, longest, PAIRING: tl.constexpr):
     """Return the offsets of the query rows ``row`` of an entry in ``saved``.
 
     ``saved`` is ``[pairs, longest]`` for listed pairs, otherwise ``[documents of a query, Tq]``.
@@ -148,7 +148,7 @@ def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constex
     if PAIRING == INDEX:
         return pair.to(tl.int64) * longest + row - q_start
     else:
-        return tl.cast(e - first_item, tl.int64) * Tq + row
+        return tl.cast(entry - first_entry, tl.int64) * Tq + row
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -187,14 +187,21 @@ def dqueries_kernel(
 ):
     """Compute ``dqueries[r] = factor * sum over pairs of dscore * documents[winner]``.
 
-    Grid: ``[ceil(Tq / BLOCK_R), ceil(D / BLOCK_D)]`` for all pairs, otherwise ``[Nq, ceil(D /
-    BLOCK_D)]``. ``saved``: winners, positions within a document, or ``NO_WINNER``.
-    ``document_factors``: scales ``[Td]`` of the documents, with ``HAS_SCALE``. ``order``,
-    ``first``: order of listed pairs by query, and offsets ``[Nq + 1]``. Writes ``dquery`` ``[Tq,
-    D]``.
+    Grid: ``[ceil(Tq / BLOCK_R), ceil(D / BLOCK_D)]`` for all pairs, otherwise
+    ``[Nq, ceil(D / BLOCK_D)]``.
+
+    Args:
+        dscores_ptr: gradient of the scores, with ``stride_q`` and ``stride_d``.
+        saved_ptr: winners: positions within a document, or ``NO_WINNER``.
+        documents_ptr: token vectors ``[Td, D]``.
+        document_factors_ptr: scales ``[Td]`` of the documents, if ``HAS_SCALE``.
+        order_ptr: order of listed pairs by query.
+        first_ptr: offsets ``[Nq + 1]`` of the pairs of each query in this order.
+        dquery_ptr: gradient ``[Tq, D]``; written.
+        factor: 1, or with the mean over query tokens 1 by their number.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first, stop, e0, e1 = query_list(
+    first_row, end_row, first_entry, end_entry = query_list(
         cu_queries_ptr,
         first_ptr,
         Tq,
@@ -206,28 +213,39 @@ def dqueries_kernel(
         PAIRING,
         UNIFORM_Q,
     )
-    for r0 in range(first, stop, BLOCK_R):
+    for r0 in range(first_row, end_row, BLOCK_R):
         row = r0 + tl.arange(0, BLOCK_R)
-        inside = row < stop
+        inside = row < end_row
         if PAIRING == ALL:
             owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
         acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        for e in tl.range(e0, e1):
-            pair, _query, d = item_of(e, e0, order_ptr, pairs_ptr, PAIRING)
-            start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-            at = saved_at(e, pair, e0, row, first, Tq, longest, PAIRING)
-            winner = tl.load(saved_ptr + at, mask=inside, other=NO_WINNER).to(tl.int32)  # [BLOCK_R]
-            has = mask_if(inside & (winner != NO_WINNER), ok) & (start + winner < end)
+        for entry in tl.range(first_entry, end_entry):
+            pair, _query, d = item_of(entry, first_entry, order_ptr, pairs_ptr, PAIRING)
+            start, end, offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+            saved_offs = saved_offsets(
+                entry,
+                pair,
+                first_entry,
+                row,
+                first_row,
+                Tq,
+                longest,
+                PAIRING,
+            )
+            # [BLOCK_R]
+            winner = tl.load(saved_ptr + saved_offs, mask=inside, other=NO_WINNER).to(tl.int32)
+            has_winner = mask_if(inside & (winner != NO_WINNER), offsets_valid)
+            has_winner = has_winner & (start + winner < end)
             if PAIRING == ALL:
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
-                grad = tl.load(dscores_ptr + offs, mask=has, other=0.0).to(tl.float32)
+                grad = tl.load(dscores_ptr + offs, mask=has_winner, other=0.0).to(tl.float32)
             else:
                 grad = tl.load(dscores_ptr + tl.cast(pair, tl.int64) * stride_d).to(tl.float32)
-                grad = tl.where(has, grad, 0.0)
+                grad = tl.where(has_winner, grad, 0.0)
             doc_row = start + winner
-            x = load_rows(documents_ptr, doc_row, has, k, D).to(tl.float32)
+            x = load_rows(documents_ptr, doc_row, has_winner, k, D).to(tl.float32)
             if HAS_SCALE:
-                x *= tl.load(document_factors_ptr + doc_row, mask=has, other=0.0)[:, None]
+                x *= tl.load(document_factors_ptr + doc_row, mask=has_winner, other=0.0)[:, None]
             acc += grad[:, None] * x
         store_rows(dquery_ptr, row, inside, k, acc * factor, D)
 
@@ -276,21 +294,21 @@ def dqueries_row_kernel(
     for d0 in tl.range(0, Nd, BLOCK_N):
         d = d0 + tl.arange(0, BLOCK_N)
         exists = d < Nd
-        start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        start, end, _offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
         winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=exists, other=NO_WINNER).to(
             tl.int32,
         )
-        has = (winner != NO_WINNER) & (
-            start + winner < end
-        )  # of an impossible document none: it is empty
+        # a document with invalid offsets is empty, so that no token of it wins
+        has_winner = (winner != NO_WINNER) & (start + winner < end)
         offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
-        # a column from the start: 3.7 cannot lay out a mask of `has` that int32 winners and offsets
-        # share
-        grad = tl.load(dscores_ptr + offs[:, None], mask=has[:, None], other=0.0).to(tl.float32)
+        # Loaded as a column, since Triton 3.7 cannot lay out one mask for int32 winners and int64
+        # offsets.
+        grad = tl.load(dscores_ptr + offs[:, None], mask=has_winner[:, None], other=0.0)
+        grad = grad.to(tl.float32)
         doc_row = start + winner
-        x = load_rows(documents_ptr, doc_row, has, k, D).to(tl.float32)
+        x = load_rows(documents_ptr, doc_row, has_winner, k, D).to(tl.float32)
         if HAS_SCALE:
-            x *= tl.load(document_factors_ptr + doc_row, mask=has, other=0.0)[:, None]
+            x *= tl.load(document_factors_ptr + doc_row, mask=has_winner, other=0.0)[:, None]
         acc += grad * x
     total = tl.sum(acc, axis=0) * factor
     offs = tl.cast(row, tl.int64) * D + k
@@ -345,16 +363,16 @@ def ddocuments_kernel(
     """
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
-    start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, _offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     unit = grad_unit(largest_ptr, HAS_LARGEST)
-    e0, e1 = document_list(d, first_ptr, PAIRING)
+    first_entry, end_entry = document_list(d, first_ptr, PAIRING)
     for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-        for e in range(e0, e1):
+        for entry in range(first_entry, end_entry):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e,
-                e0,
+                entry,
+                first_entry,
                 d,
                 order_ptr,
                 pairs_ptr,
@@ -376,14 +394,13 @@ def ddocuments_kernel(
                 grad = tl.load(dscores_ptr + offs_pair).to(tl.float32) / unit
                 grad = tl.where(in_tile, grad, 0.0)
                 x = load_block(queries_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
-                x = tl.where(in_tile[:, None], x, 0.0).to(
-                    x.dtype,
-                )  # a zero coefficient must not meet a NaN
+                # zeros, because a coefficient of 0 times a NaN would be NaN
+                x = tl.where(in_tile[:, None], x, 0.0).to(x.dtype)
                 if HAS_SCALE:
-                    power, rest = split_scale(
+                    power, mantissa = split_scale(
                         tl.load(query_factors_ptr + row, mask=in_tile, other=0.0),
                     )
-                    grad *= rest
+                    grad *= mantissa
                     x = times_power(x, power)
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
                 acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
@@ -419,22 +436,18 @@ def _add_listed(
     ``count`` are query rows. ``dscores`` and ``saved`` are at the document. Returns ``acc``.
     """
     t = tl.arange(0, BLOCK_T)
-    for e0 in tl.range(0, count, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        listed = e < count
-        row = tl.load(lists_ptr + e, mask=listed, other=0)
+    for entry0 in tl.range(0, count, BLOCK_E):
+        entry = entry0 + tl.arange(0, BLOCK_E)
+        listed = entry < count
+        row = tl.load(lists_ptr + entry, mask=listed, other=0)
         position = tl.load(saved_ptr + row, mask=listed, other=0).to(tl.int32) - t0
         owner = owner_of(row_query_ptr, row, listed, length_q, UNIFORM_Q)
-        grad = (
-            tl.load(dscores_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(
-                tl.float32,
-            )
-            / unit
-        )
+        grad = tl.load(dscores_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0)
+        grad = grad.to(tl.float32) / unit
         x = load_rows(queries_ptr, row, listed, k, D)  # [BLOCK_E, BLOCK_D]
         if HAS_SCALE:
-            power, rest = split_scale(tl.load(query_factors_ptr + row, mask=listed, other=0.0))
-            grad *= rest
+            power, mantissa = split_scale(tl.load(query_factors_ptr + row, mask=listed, other=0.0))
+            grad *= mantissa
             x = times_power(x, power)
         onehot = tl.where(position[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
         acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
@@ -492,7 +505,7 @@ def ddocuments_listed_kernel(
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     for item in range(tl.program_id(0), Nd * slices, tl.num_programs(0)):
         d = item // slices
-        start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        start, end, _offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
         saved_d = saved_ptr + tl.cast(d, tl.int64) * Tq
         if ALIGNED:  # rows are a multiple of 8: winners are read 16 bytes at a time
             saved_d = tl.multiple_of(saved_d, 16)

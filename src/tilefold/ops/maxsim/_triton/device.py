@@ -50,14 +50,14 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
         inside = (i >= 0) & (i < count)
         start = tl.load(cu_ptr + i, mask=inside, other=0)
         end = tl.load(cu_ptr + i + 1, mask=inside, other=0)
-        ok = (
+        offsets_valid = (
             (start >= 0)
             & (end >= start)
             & (end <= rows)
             & ((i > 0) | (start == 0))
             & ((i < count - 1) | (end == rows))
         )
-        return tl.where(ok, start, 0), tl.where(ok, end, 0), ok
+        return tl.where(offsets_valid, start, 0), tl.where(offsets_valid, end, 0), offsets_valid
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
 
 @triton.jit
 def split_scale(scale):
-    """Split a scale into a power of two and a rest from 1 to 2.
+    """Split a scale into a power of two and a mantissa from 1 to 2.
 
     Rows can be multiplied by the power exactly.
     """
@@ -154,7 +154,7 @@ def mask_tile(
         acc *= tl.load(scale_ptr + row, mask=inside, other=0.0)[None, :]
         if SMOOTH:  # a row's scale is not negative, so it commutes with the maximum
             acc *= row_scale[:, None]
-    part = tl.minimum(length - t0, BLOCK_T)
+    tile_tokens = tl.minimum(length - t0, BLOCK_T)
     if HAS_MASK:
         unmasked = tl.load(mask_ptr + row, mask=inside, other=0) != 0  # [BLOCK_T]
         if MASK_ZERO:
@@ -162,10 +162,10 @@ def mask_tile(
             acc = tl.where(inside[None, :], acc, float("-inf"))
         else:
             acc = tl.where(unmasked[None, :], acc, float("-inf"))
-            part = tl.sum(unmasked.to(tl.int32))
+            tile_tokens = tl.sum(unmasked.to(tl.int32))
     elif length - t0 < BLOCK_T:
         acc = tl.where(inside[None, :], acc, float("-inf"))
-    return acc, part
+    return acc, tile_tokens
 
 
 @triton.jit
@@ -185,22 +185,19 @@ def fold_tile(
         The maximum ``best`` ``[BLOCK_Q]``, and ``state``: the position of the first token with the
         maximum or, with ``SMOOTH``, the sum of exponentials relative to the maximum.
     """
-    top = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
+    tile_best = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
     if SMOOTH:
-        new_best = nan_max(best, top)
+        new_best = nan_max(best, tile_best)
         shift = tl.where(new_best == float("-inf"), 0.0, new_best)
         state = state * tl.exp((best - shift) * inverse_temperature)
         state += tl.sum(tl.exp((acc - shift[:, None]) * inverse_temperature), axis=1)
         best = new_best
     else:
         if WITH_SAVED:
-            column = tl.where(acc == top[:, None], tl.arange(0, BLOCK_T)[None, :], BLOCK_T)
-            state = tl.where(
-                top > best,
-                t0 + tl.min(column, axis=1),
-                state,
-            )  # the earlier token wins a tie
-        best = nan_max(best, top)
+            column = tl.where(acc == tile_best[:, None], tl.arange(0, BLOCK_T)[None, :], BLOCK_T)
+            # ">", since the earlier token wins a tie
+            state = tl.where(tile_best > best, t0 + tl.min(column, axis=1), state)
+        best = nan_max(best, tile_best)
     return best, state
 
 
@@ -208,8 +205,8 @@ def fold_tile(
 def finish(
     best,
     state,
-    parts,
-    kept_q,
+    n_tokens,
+    unmasked_q,
     row_scale,
     start,
     temperature,
@@ -223,21 +220,23 @@ def finish(
 ):
     """Return what a query token adds to a score, and what is saved for backward.
 
-    A token that is masked, or meets no document token (``parts`` is 0), adds 0 and has no winner.
+    A token that is masked, or meets no document token (``n_tokens`` is 0), adds 0, and has no
+    winner.
     """
-    counts = mask_if(kept_q, parts > 0)
+    takes_part = mask_if(unmasked_q, n_tokens > 0)
     if SMOOTH:
-        value = tl.where(counts, best + temperature * tl.log(state), 0.0)
-        saved = tl.where(counts, value, float("inf"))
+        value = tl.where(takes_part, best + temperature * tl.log(state), 0.0)
+        saved = tl.where(takes_part, value, float("inf"))
     else:
         if HAS_SCALE:
             best *= row_scale
-        value = tl.where(counts, best, 0.0)
+        value = tl.where(takes_part, best, 0.0)
         saved = state
         if WITH_SAVED:
             if HAS_MASK and MASK_ZERO:
-                counts = counts & (tl.load(mask_ptr + start + state, mask=counts, other=0) != 0)
-            saved = tl.where(counts, state, NO_WINNER)
+                winner_mask = tl.load(mask_ptr + start + state, mask=takes_part, other=0)
+                takes_part = takes_part & (winner_mask != 0)
+            saved = tl.where(takes_part, state, NO_WINNER)
     return value, saved
 
 
@@ -271,7 +270,7 @@ def count_tiles(
         n_tiles = 0
         for i0 in range(0, n_documents, 64):
             i = i0 + tl.arange(0, 64)
-            start, end, _known = bounds(
+            start, end, _offsets_valid = bounds(
                 cu_documents_ptr,
                 split + i * splits,
                 Nd,
@@ -294,10 +293,10 @@ def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
 
 
 @triton.jit
-def item_of(e, first_item, order_ptr, pairs_ptr, PAIRING: tl.constexpr):
-    """Return pair, query (for listed pairs only) and document of entry ``e`` of a list."""
+def item_of(entry, first_entry, order_ptr, pairs_ptr, PAIRING: tl.constexpr):
+    """Return pair, query (for listed pairs only) and document of an entry of a list."""
     if PAIRING == INDEX:
-        pair = tl.load(order_ptr + e).to(tl.int32)
+        pair = tl.load(order_ptr + entry).to(tl.int32)
         return pair, tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
     else:
-        return e, e - first_item, e
+        return entry, entry - first_entry, entry

@@ -65,14 +65,20 @@ def _products(
     else:
         for k0 in range(0, D, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
-            part = load_block(queries_ptr, row0, rows, k, D, BLOCK_Q)
+            q_part = load_block(queries_ptr, row0, rows, k, D, BLOCK_Q)
             if NORMALIZED:
-                part = times_power(part, power)
+                q_part = times_power(q_part, power)
             if USE_TMA:
                 d = documents_src.load([first, k0])
             else:
                 d = load_block(documents_src, first, n_rows - first, k, D, BLOCK_T)
-            acc = tl.dot(part, d.to(part.dtype).T, acc, input_precision=PRECISION, out_dtype=kind)
+            acc = tl.dot(
+                q_part,
+                d.to(q_part.dtype).T,
+                acc,
+                input_precision=PRECISION,
+                out_dtype=kind,
+            )
     return acc.to(tl.float32)
 
 
@@ -183,7 +189,7 @@ def all_pairs_kernel(
 
     Grid: ``[ceil(Tq / tile_rows), splits]``. ``queries``: ``[Tq, D]``. ``documents``: ``[Td, D]``,
     by a TMA descriptor if ``USE_TMA``. Masks, factors and ``row_query``: one per row. With
-    ``DIRECT``, writes ``scores`` ``[Nq, Nd]``, otherwise partial sums ``parts`` for
+    ``DIRECT``, writes ``scores`` ``[Nq, Nd]``, otherwise partial sums ``n_tokens`` for
     ``combine_kernel``. With ``WITH_SAVED``, writes ``saved`` ``[Nd, Tq]``.
     """
     tile = tl.program_id(0)
@@ -192,7 +198,7 @@ def all_pairs_kernel(
     rows = tl.minimum(tile_rows, Tq - row0)
     row = row0 + tl.arange(0, BLOCK_Q)
     inside = tl.arange(0, BLOCK_Q) < rows
-    q, kept_q, row_scale, power = _query_rows(
+    q, unmasked_q, row_scale, power = _query_rows(
         queries_ptr,
         query_mask_ptr,
         query_factors_ptr,
@@ -219,9 +225,9 @@ def all_pairs_kernel(
     n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     d = split
     t0 = 0
-    parts = 0
+    n_tokens = 0
     best, state = init_state(BLOCK_Q, SMOOTH)
-    start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, document_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     for _ in tl.range(0, n_tiles):
         length = end - start
         acc = _products(
@@ -243,7 +249,7 @@ def all_pairs_kernel(
             INTEGER,
             NORMALIZED,
         )
-        acc, part = mask_tile(
+        acc, tile_tokens = mask_tile(
             acc,
             start,
             length,
@@ -267,14 +273,14 @@ def all_pairs_kernel(
             WITH_SAVED,
             SMOOTH,
         )
-        parts += part
+        n_tokens += tile_tokens
         done = t0 + BLOCK_T >= length
         if done:
             value, saved = finish(
                 best,
                 state,
-                parts,
-                kept_q,
+                n_tokens,
+                unmasked_q,
                 row_scale,
                 start,
                 temperature,
@@ -289,23 +295,24 @@ def all_pairs_kernel(
             if WITH_SAVED:
                 offs = d.to(tl.int64) * Tq + row
                 tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
-            if LQ > 0:  # whole queries of a length that divides the tile
+            if LQ > 0:  # the tile has whole queries, all of length LQ
                 sums = tl.sum(tl.reshape(value, (BLOCK_Q // LQ, LQ)), axis=1)
                 sums = tl.div_rn(sums, divisor + tl.zeros((BLOCK_Q // LQ,), tl.float32))
                 query = first_q + tl.arange(0, BLOCK_Q // LQ)
                 tl.store(
                     scores_ptr + query.to(tl.int64) * Nd + d,
-                    tl.where(ok, sums, float("nan")),
+                    tl.where(document_valid, sums, float("nan")),
                     mask=query <= last_q,
                 )
             else:
-                begin, finish_q = first_q, last_q + 1
-                if (
-                    DIRECT and not UNIFORM_Q
-                ):  # the one tile has all queries, those without a token too
-                    begin, finish_q = first_q * 0, Nq
-                for query in range(begin, finish_q):
-                    q_start, q_end, is_valid = bounds(
+                first_stored = first_q
+                end_stored = last_q + 1
+                if DIRECT and not UNIFORM_Q:
+                    # The only tile stores all queries, also those without tokens.
+                    first_stored = first_q * 0
+                    end_stored = Nq
+                for query in range(first_stored, end_stored):
+                    q_start, q_end, query_valid = bounds(
                         cu_queries_ptr,
                         query,
                         Nq,
@@ -316,16 +323,16 @@ def all_pairs_kernel(
                     total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
                     if DIRECT:
                         total = tl.div_rn(total, divisor)
-                        total = tl.where(ok & is_valid, total, float("nan"))
+                        total = tl.where(document_valid & query_valid, total, float("nan"))
                         tl.store(scores_ptr + tl.cast(query, tl.int64) * Nd + d, total)
                     else:
-                        total = tl.where(ok, total, float("nan"))
+                        total = tl.where(document_valid, total, float("nan"))
                         tl.store(parts_ptr + tl.cast(tile + query, tl.int64) * Nd + d, total)
             best, state = init_state(BLOCK_Q, SMOOTH)
-        parts = tl.where(done, 0, parts)
+        n_tokens = tl.where(done, 0, n_tokens)
         t0 = tl.where(done, 0, t0 + BLOCK_T)
         d = tl.where(done, d + splits, d)
-        start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        start, end, document_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -346,12 +353,11 @@ def combine_kernel(
 
     Grid: ``[Nq * ceil(Nd / BLOCK)]``. Writes ``scores`` ``[Nq, Nd]``.
     """
-    blocks = (
-        Nd + BLOCK - 1
-    ) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
+    # Blocks are on the grid's first axis, the only one that holds more than 65,535.
+    blocks = (Nd + BLOCK - 1) // BLOCK
     query = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    start, end, ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+    start, end, is_valid = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
     total = tl.zeros((BLOCK,), tl.float32)
     if end > start:
         for tile in range(start // tile_rows, (end - 1) // tile_rows + 1):
@@ -360,11 +366,13 @@ def combine_kernel(
                 mask=d < Nd,
                 other=0.0,
             )
-        # offsets that fall elsewhere give its rows to other queries: these parts were not written
+        # Invalid offsets elsewhere may have given these rows to other queries. Then the partial
+        # scores of this query were not written.
         if not UNIFORM_Q:
-            ok &= sequence_at(cu_queries_ptr, start, Nq, length_q, UNIFORM_Q) == query
-            ok &= sequence_at(cu_queries_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
-    total = tl.where(ok, tl.div_rn(total, divisor + tl.zeros((BLOCK,), tl.float32)), float("nan"))
+            is_valid &= sequence_at(cu_queries_ptr, start, Nq, length_q, UNIFORM_Q) == query
+            is_valid &= sequence_at(cu_queries_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
+    total = tl.div_rn(total, divisor + tl.zeros((BLOCK,), tl.float32))
+    total = tl.where(is_valid, total, float("nan"))
     tl.store(scores_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
 
 
@@ -425,18 +433,18 @@ def listed_pairs_kernel(
     else:
         query = pair // group
         d = pair
-    is_valid = (query >= 0) & (query < Nq) & (d >= 0) & (d < Nd)
-    query = tl.where(is_valid, query, 0)
-    d = tl.where(is_valid, d, 0)
-    q_start, q_end, q_ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-    start, end, d_ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    ok = is_valid & q_ok & d_ok
-    length = tl.where(ok, end - start, 0)
+    ids_valid = (query >= 0) & (query < Nq) & (d >= 0) & (d < Nd)
+    query = tl.where(ids_valid, query, 0)
+    d = tl.where(ids_valid, d, 0)
+    q_start, q_end, query_valid = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+    start, end, document_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    pair_valid = ids_valid & query_valid & document_valid
+    length = tl.where(pair_valid, end - start, 0)
     total = 0.0
     for r0 in range(q_start, q_end, BLOCK_Q):
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < q_end
-        q, kept_q, row_scale, power = _query_rows(
+        q, unmasked_q, row_scale, power = _query_rows(
             queries_ptr,
             query_mask_ptr,
             query_factors_ptr,
@@ -452,7 +460,7 @@ def listed_pairs_kernel(
             NORMALIZED,
         )
         best, state = init_state(BLOCK_Q, SMOOTH)
-        parts = 0
+        n_tokens = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(
                 q,
@@ -473,7 +481,7 @@ def listed_pairs_kernel(
                 INTEGER,
                 NORMALIZED,
             )
-            acc, part = mask_tile(
+            acc, tile_tokens = mask_tile(
                 acc,
                 start,
                 length,
@@ -497,12 +505,12 @@ def listed_pairs_kernel(
                 WITH_SAVED,
                 SMOOTH,
             )
-            parts += part
+            n_tokens += tile_tokens
         value, saved = finish(
             best,
             state,
-            parts,
-            kept_q,
+            n_tokens,
+            unmasked_q,
             row_scale,
             start,
             temperature,
@@ -521,4 +529,4 @@ def listed_pairs_kernel(
             else:
                 offs = (pair % group).to(tl.int64) * Tq + row
             tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
-    tl.store(scores_ptr + pair, tl.where(ok, tl.div_rn(total, divisor), float("nan")))
+    tl.store(scores_ptr + pair, tl.where(pair_valid, tl.div_rn(total, divisor), float("nan")))

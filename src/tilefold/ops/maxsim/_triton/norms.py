@@ -38,18 +38,16 @@ def _inverse_norms(
         k = k0 + tl.arange(0, BLOCK_D)
         x = load_rows(rows_ptr, row, row < T, k, D).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
-        before = power
+        previous_power = power
         power = inverse_power_of_two(largest)
-        square *= (power / before) * (power / before)  # what was added up in the measure before
+        # the squares so far were of rows multiplied by the previous power
+        square *= (power / previous_power) * (power / previous_power)
         x *= power[:, None]
         square += tl.sum(x * x, axis=1)
     scale = tl.div_rn(power, tl.sqrt_rn(square))
     scale = tl.where(scale < MIN_SCALE, float("nan"), scale)
-    scale = tl.where(
-        square == float("inf"),
-        0.0,
-        scale,
-    )  # an infinite entry times 0 is NaN where it is used
+    # An infinite entry times 0 is NaN where the scale is used.
+    scale = tl.where(square == float("inf"), 0.0, scale)
     tl.store(
         scale_ptr + row,
         tl.where((square == 0.0) | (scale > MAX_SCALE), 0.0, scale),
@@ -77,14 +75,14 @@ def inverse_norms_kernel(
     first. Writes ``query_factors`` ``[Tq]`` and ``document_factors`` ``[Td]``, fp32.
     """
     block = tl.program_id(0)
-    of_queries = (Tq + BLOCK_R - 1) // BLOCK_R
-    if block < of_queries:
+    n_query_blocks = (Tq + BLOCK_R - 1) // BLOCK_R
+    if block < n_query_blocks:
         _inverse_norms(queries_ptr, query_factors_ptr, block, Tq, D, BLOCK_R, BLOCK_D)
     else:
         _inverse_norms(
             documents_ptr,
             document_factors_ptr,
-            block - of_queries,
+            block - n_query_blocks,
             Td,
             D,
             BLOCK_R,
@@ -100,6 +98,7 @@ def projected(x, scale, g):
     ones.
     """
     u = x * scale[:, None]
+    # Zeros are exact zeros, also where the other factor is infinite or NaN.
     along = tl.sum(tl.where(g == 0.0, 0.0, u * g), axis=1)[:, None]
     u = tl.where(along == 0.0, 0.0, u)
     return tl.where((along == 0.0) & (g == 0.0), 0.0, scale[:, None] * (g - u * along))
@@ -177,9 +176,8 @@ def quantize_kernel(
         x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
         y = tl.div_rn(x, divisor[:, None] + tl.zeros(x.shape, tl.float32))
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
-        rounded = (
-            y + 12582912.0
-        ) - 12582912.0  # 1.5 * 2^23: the sum is rounded to a whole number, half to even
+        # Adding 1.5 * 2^23 rounds to a whole number, half to even.
+        rounded = (y + 12582912.0) - 12582912.0
         tl.store(out_ptr + offs, rounded.to(tl.int8), mask=inside)
 
 
@@ -187,7 +185,7 @@ def quantize_kernel(
 def query_of(cu_queries_ptr, row, Nq, steps):
     """Return the first sequence that ends after each row, or the last one.
 
-    It is found by ``steps`` bisections of the offsets ``[Nq + 1]``.
+    ``steps`` bisections of the offsets ``[Nq + 1]`` find it.
     """
     low = row * 0
     high = low + Nq
@@ -195,7 +193,6 @@ def query_of(cu_queries_ptr, row, Nq, steps):
         searching = low < high
         middle = (low + high) // 2
         end = tl.load(cu_queries_ptr + 1 + middle, mask=searching, other=0)
-        ended = end <= row
-        low = tl.where(searching & ended, middle + 1, low)
+        low = tl.where(searching & (end <= row), middle + 1, low)
         high = tl.where(searching & (end > row), middle, high)
     return tl.minimum(low, Nq - 1)

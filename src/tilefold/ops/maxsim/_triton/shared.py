@@ -60,24 +60,24 @@ def shared_pass_kernel(
     r = tl.arange(0, BLOCK_Q)
     query = first_query + r // STRIP % QUERIES
     token = r // (STRIP * QUERIES) * STRIP + r % STRIP
-    kept_q = (query < Nq) & (token < length_q)
+    unmasked_q = (query < Nq) & (token < length_q)
     row = query * length_q + token
     k = tl.arange(0, BLOCK_K)
     q = tl.load(
         queries_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
-        mask=kept_q[:, None] & (k < D)[None, :],
+        mask=unmasked_q[:, None] & (k < D)[None, :],
         other=0,
     )
-    row_scale = tl.load(query_factors_ptr + row, mask=kept_q, other=0.0)
+    row_scale = tl.load(query_factors_ptr + row, mask=unmasked_q, other=0.0)
     if HAS_QMASK:
-        kept_q = kept_q & (tl.load(query_mask_ptr + row, mask=kept_q, other=0) != 0)
+        unmasked_q = unmasked_q & (tl.load(query_mask_ptr + row, mask=unmasked_q, other=0) != 0)
 
     n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     column = tl.arange(0, BLOCK_T)
     d = split
     t0 = 0
-    parts = 0
-    start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    n_tokens = 0
+    start, end, document_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     scale = tl.load(document_factors_ptr + start + column, mask=column < end - start, other=0.0)
     best = tl.full((BLOCK_Q, LANES), float("-inf"), tl.float32)
     for _ in tl.range(0, n_tiles):
@@ -93,7 +93,7 @@ def shared_pass_kernel(
             done = t0 + BLOCK_T >= length
             next_t0 = tl.where(done, 0, t0 + BLOCK_T)
             next_d = tl.where(done, d + splits, d)
-        next_start, next_end, next_ok = bounds(
+        next_start, next_end, next_valid = bounds(
             cu_documents_ptr,
             next_d,
             Nd,
@@ -106,66 +106,66 @@ def shared_pass_kernel(
         next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=is_token, other=0.0)
         acc = tl.dot(q, rows.T, out_dtype=tl.int32).to(tl.float32)
         is_token = t0 + column < length
-        part = tl.minimum(length - t0, BLOCK_T)
+        tile_tokens = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
             unmasked = tl.load(document_mask_ptr + start + t0 + column, mask=is_token, other=0) != 0
             scale = tl.where(unmasked, scale, 0.0)
             if not MASK_ZERO:
                 is_token = unmasked
-                part = tl.sum(unmasked.to(tl.int32))
+                tile_tokens = tl.sum(unmasked.to(tl.int32))
         acc = acc * scale[None, :] + tl.where(is_token, 0.0, float("-inf"))[None, :]
         scale = next_scale
-        top = tl.reduce(tl.reshape(acc, (BLOCK_Q, BLOCK_T // LANES, LANES)), 1, nan_max)
+        lane_best = tl.reduce(tl.reshape(acc, (BLOCK_Q, BLOCK_T // LANES, LANES)), 1, nan_max)
         if ONE_TILE:
             _store(
-                top,
-                part,
-                kept_q,
+                lane_best,
+                tile_tokens,
+                unmasked_q,
                 row_scale,
                 scores_ptr,
                 first_query,
                 d,
-                ok,
+                document_valid,
                 Nq,
                 Nd,
                 divisor,
                 SLOT,
             )
         else:
-            best = nan_max(best, top)
-            parts += part
+            best = nan_max(best, lane_best)
+            n_tokens += tile_tokens
             if done:
                 _store(
                     best,
-                    parts,
-                    kept_q,
+                    n_tokens,
+                    unmasked_q,
                     row_scale,
                     scores_ptr,
                     first_query,
                     d,
-                    ok,
+                    document_valid,
                     Nq,
                     Nd,
                     divisor,
                     SLOT,
                 )
                 best = tl.full((BLOCK_Q, LANES), float("-inf"), tl.float32)
-            parts = tl.where(done, 0, parts)
+            n_tokens = tl.where(done, 0, n_tokens)
         t0 = next_t0
         d = next_d
-        start, end, ok = next_start, next_end, next_ok
+        start, end, document_valid = next_start, next_end, next_valid
 
 
 @triton.jit
 def _store(
     best,
-    parts,
-    kept_q,
+    n_tokens,
+    unmasked_q,
     row_scale,
     scores_ptr,
     first_query,
     d,
-    ok,
+    document_valid,
     Nq,
     Nd,
     divisor,
@@ -173,11 +173,13 @@ def _store(
 ):
     """Store the scores of a document with the queries of all slots.
 
-    ``best``: maxima ``[BLOCK_Q, LANES]`` over the document tokens of each lane.
+    ``best``: maxima ``[BLOCK_Q, LANES]`` over the document tokens of each lane. ``n_tokens``:
+    number of document tokens that take part; without any, the score is 0.
     """
     QUERIES: tl.constexpr = best.shape[0] // SLOT
-    value = tl.where(kept_q & (parts > 0), tl.reduce(best, 1, nan_max) * row_scale, 0.0)
+    value = tl.where(unmasked_q & (n_tokens > 0), tl.reduce(best, 1, nan_max) * row_scale, 0.0)
     total = tl.sum(tl.sum(tl.reshape(value, (SLOT // STRIP, QUERIES, STRIP)), axis=2), axis=0)
-    total = tl.where(ok, tl.div_rn(total, divisor + tl.zeros((QUERIES,), tl.float32)), float("nan"))
+    total = tl.div_rn(total, divisor + tl.zeros((QUERIES,), tl.float32))
+    total = tl.where(document_valid, total, float("nan"))
     query = first_query + tl.arange(0, QUERIES)
     tl.store(scores_ptr + query.to(tl.int64) * Nd + d, total, mask=query < Nq)

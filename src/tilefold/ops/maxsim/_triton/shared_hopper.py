@@ -221,11 +221,11 @@ def _document_maxima(best, GROUP: gl.constexpr):
     columns: gl.constexpr = best.shape[2]
     document_boxes: gl.constexpr = GROUP // BOX_DOCUMENTS
     token_boxes: gl.constexpr = BOXES // document_boxes
-    top = best
+    document_best = best
     if token_boxes > 1:
         boxes = best.reshape([document_boxes, token_boxes, BOX_DOCUMENTS, columns])
-        top = gl.reduce(boxes, 1, nan_max)
-    return top.reshape([GROUP, columns])
+        document_best = gl.reduce(boxes, 1, nan_max)
+    return document_best.reshape([GROUP, columns])
 
 
 @gluon.jit
@@ -279,14 +279,14 @@ def _finish(
     ``best``: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
     """
     COLUMNS: gl.constexpr = best.shape[2]
-    top = _document_maxima(best, GROUP)
-    weight = gl.expand_dims(weights.load(gl.SliceLayout(0, top.type.layout)), 0)
+    document_best = _document_maxima(best, GROUP)
+    weight = gl.expand_dims(weights.load(gl.SliceLayout(0, document_best.type.layout)), 0)
     # A NaN next to the queries' tokens is one of its document.
-    value = (top + gl.minimum(top, 0.0)) * UNIT * weight
+    value = (document_best + gl.minimum(document_best, 0.0)) * UNIT * weight
     if HAS_QMASK:
         value = gl.where(weight == -1.0, 0.0, value)
     if HAS_DMASK:
-        value = gl.where(top == float("-inf"), 0.0, value)
+        value = gl.where(document_best == float("-inf"), 0.0, value)
     total = gl.sum(value.reshape([GROUP, COLUMNS // SLOT, SLOT]), axis=2)
     if MEAN:
         total = total / divisor
@@ -418,16 +418,16 @@ def shared_hopper_kernel(
         element_bitwidth=8,
         rank=2,
     )
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.int8, [SHARES, COLUMNS, DIM], swizzled)
-    weights = gl.allocate_shared_memory(gl.float32, [SHARES, COLUMNS], plain)
+    weights = gl.allocate_shared_memory(gl.float32, [SHARES, COLUMNS], unswizzled)
     ring = gl.allocate_shared_memory(
         gl.int8,
         [STAGES * BOXES, BOX_TOKENS, BOX_DOCUMENTS, DIM],
         documents_src.layout,
     )
-    scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
-    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], unswizzled)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], unswizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

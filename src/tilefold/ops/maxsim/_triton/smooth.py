@@ -12,7 +12,7 @@ from tilefold.ops.maxsim._triton.backward import (
     grad_unit,
     query_list,
     query_of_entry,
-    saved_at,
+    saved_offsets,
 )
 from tilefold.ops.maxsim._triton.device import (
     ALL,
@@ -43,7 +43,7 @@ def _weights(
     doc_rows,
     doc_row,
     inside_d,
-    top,
+    smooth_max,
     grad,
     inverse_temperature,
     D: tl.constexpr,
@@ -56,12 +56,12 @@ def _weights(
 ):
     """Compute ``grad * softmax`` of a tile of similarities ``[BLOCK_Q, BLOCK_T]``.
 
-    ``top``: smooth maxima ``[BLOCK_Q]``, so that ``exp((s - top) / temperature)`` is the softmax.
-    Masked tokens have weight 0.
+    The softmax of a similarity ``s`` is ``exp((s - smooth_max) / temperature)``, with the smooth
+    maxima ``[BLOCK_Q]``. Masked tokens have weight 0.
     """
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     if HAS_SCALE:
-        power, rest = split_scale(tl.load(query_factors_ptr + row, mask=inside_q, other=0.0))
+        power, mantissa = split_scale(tl.load(query_factors_ptr + row, mask=inside_q, other=0.0))
     for k0 in range(0, D, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         q = load_block(queries_ptr, row0, rows, k, D, BLOCK_Q)
@@ -70,16 +70,15 @@ def _weights(
         d = load_block(documents_ptr, doc_row0, doc_rows, k, D, BLOCK_T)
         acc = tl.dot(q, d.T, acc, input_precision=PRECISION)
     if HAS_SCALE:
-        acc *= rest[:, None]
+        acc *= mantissa[:, None]
         acc *= tl.load(document_factors_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
     unmasked = inside_d
     if HAS_DMASK:
         unmasked = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
-    counts = unmasked[None, :] & (inside_q & (top != float("inf")))[:, None]
-    # no weight is over 1, but a product that was rounded otherwise may lie above the logarithm of
-    # their sum
-    below = tl.minimum(acc - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(counts, grad[:, None] * tl.exp(below * inverse_temperature), 0.0)
+    takes_part = unmasked[None, :] & (inside_q & (smooth_max != float("inf")))[:, None]
+    # A similarity cannot exceed the smooth maximum, but may be rounded otherwise than in forward.
+    difference = tl.minimum(acc - smooth_max[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(takes_part, grad[:, None] * tl.exp(difference * inverse_temperature), 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -132,7 +131,7 @@ def smooth_dqueries_kernel(
     """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first, stop, e0, e1 = query_list(
+    first_row, end_row, first_entry, end_entry = query_list(
         cu_queries_ptr,
         first_ptr,
         Tq,
@@ -144,22 +143,28 @@ def smooth_dqueries_kernel(
         PAIRING,
         UNIFORM_Q,
     )
-    for r0 in range(first, stop, BLOCK_Q):
+    for r0 in range(first_row, end_row, BLOCK_Q):
         row = r0 + tl.arange(0, BLOCK_Q)
-        inside = row < stop
+        inside = row < end_row
         if PAIRING == ALL:
             owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
         acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        for e in range(e0, e1):
-            pair, _query, d = item_of(e, e0, order_ptr, pairs_ptr, PAIRING)
-            start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        for entry in range(first_entry, end_entry):
+            pair, _query, d = item_of(entry, first_entry, order_ptr, pairs_ptr, PAIRING)
+            start, end, _offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
             is_valid = (d >= 0) & (d < Nd)
             end = tl.where(is_valid, end, start)
-            top = tl.load(
-                saved_ptr + saved_at(e, pair, e0, row, first, Tq, longest, PAIRING),
-                mask=inside,
-                other=0.0,
+            saved_offs = saved_offsets(
+                entry,
+                pair,
+                first_entry,
+                row,
+                first_row,
+                Tq,
+                longest,
+                PAIRING,
             )
+            smooth_max = tl.load(saved_ptr + saved_offs, mask=inside, other=0.0)
             if PAIRING == ALL:
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
             else:
@@ -175,14 +180,14 @@ def smooth_dqueries_kernel(
                     document_factors_ptr,
                     document_mask_ptr,
                     r0,
-                    stop - r0,
+                    end_row - r0,
                     row,
                     inside,
                     start + t0,
                     end - start - t0,
                     doc_row,
                     inside_d,
-                    top,
+                    smooth_max,
                     grad,
                     inverse_temperature,
                     D,
@@ -200,10 +205,10 @@ def smooth_dqueries_kernel(
                     )
                 x = load_rows(documents_ptr, doc_row, unmasked, k, D)
                 if HAS_SCALE:  # of unmasked tokens only: masked ones may hold NaN
-                    power, rest = split_scale(
+                    power, mantissa = split_scale(
                         tl.load(document_factors_ptr + doc_row, mask=unmasked, other=0.0),
                     )
-                    share *= rest[None, :]
+                    share *= mantissa[None, :]
                     x = times_power(x, power)
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
         store_rows(dquery_ptr, row, inside, k, acc * unit * factor, D)
@@ -263,16 +268,16 @@ def smooth_ddocuments_kernel(
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
-    start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    e0, e1 = document_list(d, first_ptr, PAIRING)
+    start, end, _offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    first_entry, end_entry = document_list(d, first_ptr, PAIRING)
     for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
         doc_row = start + t0 + tl.arange(0, BLOCK_T)
         inside_d = doc_row < end
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-        for e in range(e0, e1):
+        for entry in range(first_entry, end_entry):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e,
-                e0,
+                entry,
+                first_entry,
                 d,
                 order_ptr,
                 pairs_ptr,
@@ -289,10 +294,10 @@ def smooth_ddocuments_kernel(
             for r0 in range(r_start, r_end, BLOCK_Q):
                 row = r0 + tl.arange(0, BLOCK_Q)
                 inside = row < r_end
-                kept_q = inside
+                unmasked_q = inside
                 if HAS_QMASK:
-                    kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
-                top = tl.load(saved_ptr + base + row, mask=inside, other=0.0)
+                    unmasked_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
+                smooth_max = tl.load(saved_ptr + base + row, mask=inside, other=0.0)
                 offs = tl.zeros((BLOCK_Q,), tl.int64) + offs_pair
                 if PAIRING == ALL:
                     owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
@@ -307,12 +312,12 @@ def smooth_ddocuments_kernel(
                     r0,
                     r_end - r0,
                     row,
-                    kept_q,
+                    unmasked_q,
                     start + t0,
                     end - start - t0,
                     doc_row,
                     inside_d,
-                    top,
+                    smooth_max,
                     grad,
                     inverse_temperature,
                     D,
@@ -323,12 +328,12 @@ def smooth_ddocuments_kernel(
                     HAS_SCALE,
                     PRECISION,
                 )
-                x = load_rows(queries_ptr, row, kept_q, k, D)
+                x = load_rows(queries_ptr, row, unmasked_q, k, D)
                 if HAS_SCALE:
-                    power, rest = split_scale(
-                        tl.load(query_factors_ptr + row, mask=kept_q, other=0.0),
+                    power, mantissa = split_scale(
+                        tl.load(query_factors_ptr + row, mask=unmasked_q, other=0.0),
                     )
-                    share *= rest[:, None]
+                    share *= mantissa[:, None]
                     x = times_power(x, power)
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
         store_rows(ddoc_ptr, doc_row, inside_d, k, acc * unit * factor, D)

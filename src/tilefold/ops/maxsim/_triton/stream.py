@@ -43,14 +43,10 @@ def int8_rows(x):
         y = x * inverse
         y = tl.fma(tl.fma(y, minus, x), inverse, y)
         y = tl.fma(tl.fma(y, minus, x), inverse, y)
-    rounded = (
-        tl.minimum(tl.maximum(y, -127.0), 127.0) + 12582912.0
-    )  # 1.5 * 2^23: half to even, in the lowest byte
-    return rounded.to(tl.int32, bitcast=True).to(tl.int8), tl.where(
-        scale < float("inf"),
-        scale,
-        float("nan"),
-    )
+    # Adding 1.5 * 2^23 rounds half to even, and leaves the integer in the lowest byte.
+    rounded = tl.minimum(tl.maximum(y, -127.0), 127.0) + 12582912.0
+    integers = rounded.to(tl.int32, bitcast=True).to(tl.int8)
+    return integers, tl.where(scale < float("inf"), scale, float("nan"))
 
 
 @triton.jit
@@ -114,7 +110,7 @@ def stream_kernel(
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     d = split
-    start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, document_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     if PREFETCH > 0:
         prefetch(
             documents_ptr + tl.cast(start, tl.int64) * D,
@@ -130,15 +126,14 @@ def stream_kernel(
     weight = tl.full((BLOCK_Q,), 1.0, tl.float32)
     if INTEGER:
         q, weight = int8_rows(q)
-    if (
-        HAS_QMASK
-    ):  # masked rows get a weight that no row has, which saves a second vector in registers
-        kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
-        weight = tl.where(kept_q, weight, -1.0)
+    if HAS_QMASK:
+        # A masked row gets a weight that no other row has, which saves a vector in registers.
+        unmasked_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
+        weight = tl.where(unmasked_q, weight, -1.0)
 
     n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     t0 = 0
-    parts = 0
+    n_tokens = 0
     best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
     for _ in tl.range(0, n_tiles):
         length = end - start
@@ -149,7 +144,7 @@ def stream_kernel(
         done = t0 + BLOCK_T >= length
         next_t0 = tl.where(done, 0, t0 + BLOCK_T)
         next_d = tl.where(done, d + splits, d)
-        next_start, next_end, next_ok = bounds(
+        next_start, next_end, next_valid = bounds(
             cu_documents_ptr,
             next_d,
             Nd,
@@ -170,7 +165,7 @@ def stream_kernel(
         if HAS_SCALE:
             acc *= scale[:, None]
             scale = next_scale
-        part = tl.minimum(length - t0, BLOCK_T)
+        tile_tokens = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
             unmasked = tl.load(document_mask_ptr + start + t0 + column, mask=is_token, other=0) != 0
             if MASK_ZERO:
@@ -178,27 +173,27 @@ def stream_kernel(
                 acc = tl.where(is_token[:, None], acc, float("-inf"))
             else:
                 acc = tl.where(unmasked[:, None], acc, float("-inf"))
-                part = tl.sum(unmasked.to(tl.int32))
+                tile_tokens = tl.sum(unmasked.to(tl.int32))
         elif length - t0 < BLOCK_T:
             acc = tl.where(is_token[:, None], acc, float("-inf"))
         best = nan_max(best, acc)
-        parts += part
+        n_tokens += tile_tokens
         if done:
             value = tl.reduce(best, 0, nan_max)
             if INTEGER or HAS_QMASK:
                 value *= weight
             if HAS_QMASK:
                 value = tl.where(weight == -1.0, 0.0, value)
-            value = tl.where(parts > 0, value, 0.0)
+            value = tl.where(n_tokens > 0, value, 0.0)
             for query in range(Nq):
-                q_start, q_end, is_valid = bounds(
+                q_start, q_end, query_valid = bounds(
                     cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q
                 )
                 total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
-                total = tl.where(ok & is_valid, total, float("nan"))
+                total = tl.where(document_valid & query_valid, total, float("nan"))
                 tl.store(scores_ptr + tl.cast(query, tl.int64) * Nd + d, total)
             best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
-        parts = tl.where(done, 0, parts)
+        n_tokens = tl.where(done, 0, n_tokens)
         t0 = next_t0
         d = next_d
-        start, end, ok = next_start, next_end, next_ok
+        start, end, document_valid = next_start, next_end, next_valid
