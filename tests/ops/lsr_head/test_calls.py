@@ -302,7 +302,7 @@ def test_constants_find_winners_as_registers_do(
         hidden[0, 0, 0] = float("nan")
     results = []
     for lean in (False, True):
-        row = ConfigRow({"roles": True}, {"LEAN_PLACES": lean}, "either")
+        row = ConfigRow({"roles": True}, {"LEAN_WINNERS": lean}, "either")
         monkeypatch.setattr(configs, "MAX_FORWARD", (*configs.MAX_FORWARD, row))
         HEAD.calls.clear()
         for attention_mask in (None, mask):

@@ -185,8 +185,8 @@ def check_plan(plan: Plan, tensor_dtypes: Dtypes, capability: int, only: str) ->
     all_dtypes |= dict.fromkeys(plan.skipped_results)
     for step in plan.steps:
         if isinstance(step, TorchStep):
-            # Gradients of sums are products in fp32. "place" holds counts that were added up.
-            all_dtypes[step.output] = I64 if step.output == "place" else F32
+            # Gradients of sums are products in fp32. "prefix_sum" holds counts that were added up.
+            all_dtypes[step.output] = I64 if step.output == "prefix_sum" else F32
     variants: set[str] = set()
     kernels: set[str] = set()
     for step in plan.steps:

@@ -76,12 +76,12 @@ MAX_FORWARD = (
     ),
     ConfigRow(
         {"roles": True},
-        {"num_warps": 4, "num_stages": 4, "WARP_ROLES": True, "LEAN_PLACES": False},
+        {"num_warps": 4, "num_stages": 4, "WARP_ROLES": True, "LEAN_WINNERS": False},
         MEASURED,
     ),
     ConfigRow(
         {"roles": True, "release": Between(least=(3, 8))},
-        {"LEAN_PLACES": True},
+        {"LEAN_WINNERS": True},
         "compiled: winners are looked for with constants, since a register for each place of a "
         "tile spills",
     ),

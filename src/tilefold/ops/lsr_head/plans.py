@@ -439,7 +439,7 @@ def _add_screen(builder: HeadPlanBuilder, rows: _Rows) -> None:
     builder.add_buffer("rows8", (rows.n_rows, dim), torch.int8)  # rounded token states
     builder.add_buffer("weight8", (vocab, dim), torch.int8)  # rounded weight
     builder.add_buffer("terms", (3, vocab))  # scale, norm and error of each row of the weight
-    builder.add_buffer("kept", (batch, vocab), torch.int8)  # marks of scores that can be positive
+    builder.add_buffer("marks", (batch, vocab), torch.int8)  # marks of scores that can be positive
     builder.add_buffer("list", (batch, vocab), torch.int32)  # columns of these scores
     _add_sample(builder, rows, n_sampled_sequences, n_sampled_blocks)
     _add_rounding(builder, rows)
@@ -669,7 +669,7 @@ def _add_max_dhidden(builder: HeadPlanBuilder) -> None:
     builder.set_parameters(
         SPLITS=n_splits,
         split_v=scan["SPLIT_V"],
-        ADDED_UP=torch_adds_counts,
+        HAS_PREFIX_SUMS=torch_adds_counts,
     )
     max_listed = tokens.batch * builder.vocab
     builder.add_buffer("count", (n_tiles * n_splits,), torch.int32)
@@ -678,7 +678,7 @@ def _add_max_dhidden(builder: HeadPlanBuilder) -> None:
     builder.add_buffer("grad", (max_listed,), grad_dtype)  # gradients of the listed scores
     builder.add_launch(max_backward.count_kernel, grid=(n_tiles, n_splits), parameters=scan)
     if torch_adds_counts:
-        builder.add_torch_step(lambda count: count.cumsum(0), ["count"], output="place")
+        builder.add_torch_step(lambda count: count.cumsum(0), ["count"], output="prefix_sum")
     builder.add_launch(max_backward.list_kernel, grid=(n_tiles, n_splits), parameters=scan)
     builder.add_launch(
         max_backward.dhidden_kernel,
@@ -725,7 +725,7 @@ def _add_sum_forward(builder: HeadPlanBuilder, training: bool) -> None:
     config = configs.constants_of(configs.SUM, builder.dtype, builder.setting)
     builder.skip_result("winners")
     if builder.tokens.cu_seqlens is not None:
-        builder.add_buffer("ok", (1,), torch.int32)
+        builder.add_buffer("valid", (1,), torch.int32)
         builder.add_launch(sum_pooling.check_offsets_kernel, grid=(1,))
     builder.add_launch(
         sum_pooling.sum_forward_kernel,
@@ -985,7 +985,7 @@ def _add_one_token_forward(builder: HeadPlanBuilder, training: bool) -> None:
     if has_mask and not mask_is_small:
         if not training:
             dtype = winner_dtype(tokens.length_bound)
-            positions = builder.add_buffer("places", (tokens.batch, 1), dtype)
+            positions = builder.add_buffer("positions", (tokens.batch, 1), dtype)
         builder.add_launch(
             one_token.find_kernel,
             grid=(tokens.batch,),

@@ -182,14 +182,14 @@ def resident_kernel(
                 TOLERANCE,
             )
             y = tl.where(broken | empty, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
-        before = tl.zeros_like(peak) + float("inf")
-        few = tl.zeros_like(peak)
-        many = few + (high_key - low_key)
+        previous_residual = tl.zeros_like(peak) + float("inf")
+        support_low = tl.zeros_like(peak)
+        support_high = support_low + (high_key - low_key)
         converged = broken | empty | ~mask_m
-        rest = tl.zeros_like(peak)
+        max_rise = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
-            none = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
+            zeros = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
             f, u, n = of_row.add_terms(
                 s,
                 peak,
@@ -197,28 +197,30 @@ def resident_kernel(
                 peak_power(y, e, KIND),
                 scale,
                 e,
-                none,
-                none,
-                none,
+                zeros,
+                zeros,
+                zeros,
                 KIND,
                 EXACT,
             )
-            y, low, high, few, many, before, converged, rest = of_row.improve(
-                y,
-                tl.sum(f, axis=1),
-                tl.sum(u, axis=1),
-                tl.sum(n, axis=1),
-                low,
-                high,
-                few,
-                many,
-                before,
-                converged,
-                rest,
-                e,
-                KIND,
-                TOLERANCE,
-                NEAR,
+            y, low, high, support_low, support_high, previous_residual, converged, max_rise = (
+                of_row.improve(
+                    y,
+                    tl.sum(f, axis=1),
+                    tl.sum(u, axis=1),
+                    tl.sum(n, axis=1),
+                    low,
+                    high,
+                    support_low,
+                    support_high,
+                    previous_residual,
+                    converged,
+                    max_rise,
+                    e,
+                    KIND,
+                    TOLERANCE,
+                    NEAR,
+                )
             )
             evaluation = tl.where(
                 tl.min(converged.to(tl.int32), axis=0) > 0,
@@ -259,7 +261,9 @@ def resident_kernel(
                 offs = h.to(tl.int64) * Tq + q_base + i
             else:
                 offs = plane.to(tl.int64) * Nq + i
-            root, mass = of_row.last_step(y, mass, total, support, y + rest, few, e, KIND)
+            root, mass = of_row.last_step(
+                y, mass, total, support, y + max_rise, support_low, e, KIND
+            )
             store_stats(
                 stats_ptr,
                 offs,
@@ -377,7 +381,7 @@ def output_kernel(
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             key_padding_mask_ptr += b64 * Nk
-        e, _given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, _passed_e = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -396,9 +400,8 @@ def output_kernel(
         )
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
-        MOVES: tl.constexpr = (KIND != "softmax") & (
-            KIND != "sparsemax"
-        )  # the root, in a last step
+        # Whether the last step moves the root.
+        MOVES: tl.constexpr = (KIND != "softmax") & (KIND != "sparsemax")
         if LISTS:
             row = h.to(tl.int64) * tiles + tile
             count = tl.load(key_count_ptr + row)
@@ -494,9 +497,9 @@ def output_kernel(
                 BLOCK_D,
             )
         support = tl.sum(support, axis=1)
-        reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
-        end = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)
-        root, mass = of_row.last_step(y, mass, total, support, reach, end, e, KIND)
+        max_root = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
+        mass_excess = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)
+        root, mass = of_row.last_step(y, mass, total, support, max_root, mass_excess, e, KIND)
         # where several warps hold a row, none may overwrite what another has yet to read
         tl.debug_barrier()
         tl.store(stats_ptr + stat_size + offs, root, mask=mask_m)

@@ -27,11 +27,10 @@ from tilefold.ops.entmax_attention._triton import tiles as of_tile
 # What is the same for every item is cheap to make again, and would fill the registers from item to
 # item. Triton 3.5.
 CAN_STOP_HOISTING = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
-PARTS = tl.constexpr(
-    16,
-)  # of a long row, whose maxima are kept; of a short one every column of a block is a part
-PART_STEPS = tl.constexpr(3)  # of Newton on these maxima: each is a safe bound
-BLOCK_STEPS = tl.constexpr(2)  # and on the maxima of the row's blocks
+# Parts of a long row, whose maxima are stored. In a short row every column of a block is a part.
+PARTS = tl.constexpr(16)
+PART_STEPS = tl.constexpr(3)  # steps of Newton on the maxima of parts; each gives a safe bound
+BLOCK_STEPS = tl.constexpr(2)  # steps of Newton on the maxima of blocks
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def live_flags(
     y,
     c,
     e,
-    idle,
+    is_idle,
     BLOCK_M: tl.constexpr,
     KIND: tl.constexpr,
 ):
@@ -73,7 +72,7 @@ def live_flags(
     """
     block = word * 32 + tl.arange(0, 32)
     d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
-    live = of_tile.alive(d, y[:, None], c[:, None], e, KIND) & ~idle[:, None]
+    live = of_tile.alive(d, y[:, None], c[:, None], e, KIND) & ~is_idle[:, None]
     return tl.max(live.to(tl.int32), axis=0), block
 
 
@@ -88,7 +87,7 @@ def list_live(
     peak,
     y,
     e,
-    idle,
+    is_idle,
     BLOCK_M: tl.constexpr,
     KIND: tl.constexpr,
     WRITE_MAP: tl.constexpr,
@@ -115,7 +114,7 @@ def list_live(
             y,
             c,
             e,
-            idle,
+            is_idle,
             BLOCK_M,
             KIND,
         )
@@ -246,9 +245,9 @@ def tile_roots(
         ks = (
             k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
         )
-        keys_kept = key_padding_mask_ptr
+        key_mask = key_padding_mask_ptr
         if HAS_MASK:
-            keys_kept = key_padding_mask_ptr + b64 * Nk
+            key_mask = key_padding_mask_ptr + b64 * Nk
         e, passed_e = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
@@ -268,18 +267,16 @@ def tile_roots(
         q = of_tile.load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
 
         COUNT: tl.constexpr = PARTS if LISTS else BLOCK_N
-        first = tl.full(
-            (BLOCK_M, COUNT),
-            float("-inf"),
-            tl.float32,
-        )  # the largest score of every COUNT-th key
-        second = first  # and the second largest, which only short rows keep
+        # The largest and the second largest score of every COUNT-th key. The second is computed for
+        # short rows only.
+        first = tl.full((BLOCK_M, COUNT), float("-inf"), tl.float32)
+        second = first
         for block in range(low_block, high_block):
             n0 = block * BLOCK_N
             s, _, _ = of_tile.score_tile(
                 q,
                 ks,
-                keys_kept,
+                key_mask,
                 m0,
                 i,
                 n0,
@@ -312,7 +309,7 @@ def tile_roots(
         keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
         best = of_tile.scaled(row_peak(first), scale, EXACT)
         peak, broken, empty, low, high = of_row.start_row(best, e, passed_e, keys, KIND)
-        idle = broken | empty | ~mask_m
+        is_idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
             y = of_row.parts_bound(
@@ -344,7 +341,7 @@ def tile_roots(
                     TOLERANCE,
                 )
         if KIND != "softmax":
-            y = tl.where(idle, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
+            y = tl.where(is_idle, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
         high = y
         count = high_block - low_block
         row = h.to(tl.int64) * tiles + tile
@@ -360,18 +357,18 @@ def tile_roots(
                 peak,
                 y,
                 e,
-                idle,
+                is_idle,
                 BLOCK_M,
                 KIND,
                 False,
             )
             tl.debug_barrier()
 
-        before = tl.zeros_like(peak) + float("inf")
-        few = tl.zeros_like(peak)
-        many = few + keys
-        converged = idle
-        rest = tl.zeros_like(peak)
+        previous_residual = tl.zeros_like(peak) + float("inf")
+        support_low = tl.zeros_like(peak)
+        support_high = support_low + keys
+        converged = is_idle
+        max_rise = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
             c = peak_power(y, e, KIND)
@@ -386,7 +383,7 @@ def tile_roots(
                 s, _, _ = of_tile.score_tile(
                     q,
                     ks,
-                    keys_kept,
+                    key_mask,
                     m0,
                     i,
                     n0,
@@ -405,22 +402,24 @@ def tile_roots(
                     PRECISION,
                 )
                 f, u, n = of_row.add_terms(s, peak, y, c, scale, e, f, u, n, KIND, EXACT)
-            y, low, high, few, many, before, converged, rest = of_row.improve(
-                y,
-                tl.sum(f, axis=1),
-                tl.sum(u, axis=1),
-                tl.sum(n, axis=1),
-                low,
-                high,
-                few,
-                many,
-                before,
-                converged,
-                rest,
-                e,
-                KIND,
-                TOLERANCE,
-                NEAR,
+            y, low, high, support_low, support_high, previous_residual, converged, max_rise = (
+                of_row.improve(
+                    y,
+                    tl.sum(f, axis=1),
+                    tl.sum(u, axis=1),
+                    tl.sum(n, axis=1),
+                    low,
+                    high,
+                    support_low,
+                    support_high,
+                    previous_residual,
+                    converged,
+                    max_rise,
+                    e,
+                    KIND,
+                    TOLERANCE,
+                    NEAR,
+                )
             )
             evaluation = tl.where(
                 tl.min(converged.to(tl.int32), axis=0) > 0,
@@ -428,7 +427,7 @@ def tile_roots(
                 evaluation + 1,
             )
 
-        reach = y + rest
+        max_root = y + max_rise
         if LISTS:
             tl.debug_barrier()
             count = list_live(
@@ -439,9 +438,9 @@ def tile_roots(
                 high_block,
                 words,
                 peak,
-                reach,
+                max_root,
                 e,
-                idle,
+                is_idle,
                 BLOCK_M,
                 KIND,
                 True,
@@ -453,9 +452,9 @@ def tile_roots(
             offs = plane.to(tl.int64) * Nq + i
         tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask_m)
         tl.store(stats_ptr + stat_size + offs, tl.where(broken, float("nan"), y), mask=mask_m)
-        tl.store(stats_ptr + 2 * stat_size + offs, reach, mask=mask_m)
+        tl.store(stats_ptr + 2 * stat_size + offs, max_root, mask=mask_m)
         if (KIND != "softmax") & (KIND != "sparsemax"):
-            tl.store(stats_ptr + 3 * stat_size + offs, few, mask=mask_m)
+            tl.store(stats_ptr + 3 * stat_size + offs, support_low, mask=mask_m)
         if LISTS:
             tl.debug_barrier()  # the next item overwrites the scratch
 

@@ -94,21 +94,21 @@ def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
     The result is not smaller than the root of the whole row, because a part has less mass.
     """
     f = tl.maximum(f, 1.0)  # below only by rounding
-    none = tl.zeros_like(y)
-    new, _low, _high, _residual, _found = entmax.next_root(
+    zeros = tl.zeros_like(y)
+    new_y, _low, _high, _residual, _converged = entmax.next_root(
         y,
         f,
         u,
         u * u / f,
-        none - float("inf"),
+        zeros - float("inf"),
         y,
-        none + float("inf"),
-        none > 0,
+        zeros + float("inf"),
+        zeros > 0,
         e,
         KIND,
         TOLERANCE,
     )
-    return tl.minimum(y, new)
+    return tl.minimum(y, new_y)
 
 
 @triton.jit
@@ -184,60 +184,88 @@ def improve(
     n,
     low,
     high,
-    few,
-    many,
-    before,
+    support_low,
+    support_high,
+    previous_residual,
     converged,
-    rest,
+    max_rise,
     e,
     KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
     NEAR: tl.constexpr,
 ):
-    """A safeguarded step of every row's root after an evaluation at ``y``, and whether anything is
-    left to do.
+    """Make a safeguarded step of the root of each row, and decide whether it was the last.
 
-    For alpha = 1.5 the mass on a known support is a quadratic, ``f - 2 u t + n t^2`` a step of
-    ``t`` down: the step solves it. Entries that the step drops, or takes in, lie within ``t`` of
-    the new root, so each changes the mass by ``t^2`` at most, and the supports at both ends of the
-    bracket, ``few`` and ``many``, bound their number. Where what is ``left`` by that bound is less
-    than the tolerance, nothing is left to evaluate.
+    For alpha = 1.5 the mass on a fixed support is a quadratic: ``f - 2 u t + n t^2`` after a step
+    of ``t`` down. The step solves this equation. Entries that leave or enter the support lie within
+    ``t`` of the new root, so each changes the mass by at most ``t^2``. The sizes of the support at
+    both ends of the bracket bound the number of these entries. If the error of the mass by this
+    bound is below the tolerance, no evaluation is left to make.
 
-    With ``NEAR``, of 16-bit input, it is also enough that :func:`last_step`, which the pass over
-    the values makes from sums that it takes anyway, will end within the tolerance. The mass has a
-    slope of ``2 u`` at least, and ``u`` is no less than the mass, so that step is ``left / 2 u`` at
-    most. ``NEAR`` bounds what it changes in the weights of the values, which stay those of ``y``,
-    relative to their sum; ``rest`` is as far up as the last step may go.
+    With ``NEAR``, for 16-bit input, it is also enough that :func:`last_step` will end within the
+    tolerance. The pass over the values makes that step, from sums that it computes anyway. The mass
+    has a slope of at least ``2 u``, and ``u`` is no less than the mass, so the last step is at most
+    ``mass_error / 2 u``. The weights of the values stay those of ``y``. ``NEAR`` bounds how much
+    they would change, relative to their sum.
 
-    Other alphas: :func:`improve_generic`.
+    :func:`improve_generic` makes the step for other alphas.
+
+    Args:
+        y: the root so far, at which the sums were computed.
+        f: the mass F at ``y``; 1 at the root.
+        u: the sum U at ``y``.
+        n: the sum Q at ``y``, which is the size of the support for alpha = 1.5.
+        low: lower bound of the root.
+        high: upper bound of the root.
+        support_low: size of the support at ``low``. For the general forms, see
+            :func:`improve_generic`.
+        support_high: size of the support at ``high``.
+        previous_residual: ``|F - 1|`` of the evaluation before.
+        converged: rows that are finished.
+        max_rise: how far above ``y`` the last step may end.
+        e: alpha - 1.
+        NEAR: error of the weights that the last step may leave; 0 to require none.
+
+    Returns:
+        The arguments of the same names after the step, with the residual of this evaluation:
+        ``y``, ``low``, ``high``, ``support_low``, ``support_high``, ``previous_residual``,
+        ``converged`` and ``max_rise``.
     """
     if KIND == "entmax15":
         residual = tl.abs(f - 1)
         low = tl.where(f <= 1, y, low)
-        few = tl.where(f <= 1, n, few)
+        support_low = tl.where(f <= 1, n, support_low)
         high = tl.where(f >= 1, y, high)
-        many = tl.where(f >= 1, n, many)
-        inside = u * u - n * (f - 1)
+        support_high = tl.where(f >= 1, n, support_high)
+        discriminant = u * u - n * (f - 1)
         newton = (1 - tl.rsqrt(tl.maximum(f, 1e-30))) * f / tl.maximum(u, 1e-30)
-        exact = (f - 1) / tl.maximum(u + tl.sqrt(tl.maximum(inside, 0.0)), 1e-30)
-        step = y - tl.where(inside > 0, exact, newton)
-        good = (step >= low - 1e-5) & (step <= high + 1e-5) & (residual <= 0.5 * before)
-        new = tl.where(good, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
-        t = y - new
-        left = tl.abs(f - 1 - t * (2 * u - n * t)) + tl.where(t > 0, n - few, many - n) * (t * t)
-        stay = converged | (residual <= TOLERANCE)
-        ends = (left <= TOLERANCE) | (tl.abs(t) <= 1.2e-7 * y)
+        exact = (f - 1) / tl.maximum(u + tl.sqrt(tl.maximum(discriminant, 0.0)), 1e-30)
+        step = y - tl.where(discriminant > 0, exact, newton)
+        is_in_bracket = (step >= low - 1e-5) & (step <= high + 1e-5)
+        step_is_safe = is_in_bracket & (residual <= 0.5 * previous_residual)
+        # An unsafe step is replaced by a bisection.
+        new_y = tl.where(step_is_safe, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
+        drop = y - new_y
+        error_of_support = tl.abs(f - 1 - drop * (2 * u - n * drop))
+        n_changed = tl.where(drop > 0, n - support_low, support_high - n)
+        mass_error = error_of_support + n_changed * (drop * drop)
+        keeps_y = converged | (residual <= TOLERANCE)
+        is_done = (mass_error <= TOLERANCE) | (tl.abs(drop) <= 1.2e-7 * y)
         if NEAR > 0:
-            slope = tl.maximum(1 - left, u - n * tl.abs(t) - 0.5 * many * left)
-            longest = 0.51 * left / tl.maximum(slope, 0.5)
-            near = (
-                (left < 0.5)
-                & (many * longest * longest <= TOLERANCE)
-                & (n * longest <= NEAR * slope)
+            slope_by_mass = 1 - mass_error
+            slope_by_support = u - n * tl.abs(drop) - 0.5 * support_high * mass_error
+            slope = tl.maximum(slope_by_mass, slope_by_support)
+            longest_step = 0.51 * mass_error / tl.maximum(slope, 0.5)
+            is_near = (
+                (mass_error < 0.5)
+                & (support_high * longest_step * longest_step <= TOLERANCE)
+                & (n * longest_step <= NEAR * slope)
             )
-            rest = tl.where(stay, rest, tl.where(near, longest, 0.0))
-            ends = ends | near
-        return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
+            max_rise = tl.where(keeps_y, max_rise, tl.where(is_near, longest_step, 0.0))
+            is_done = is_done | is_near
+        y = tl.where(keeps_y, y, new_y)
+        converged = keeps_y | is_done
+        return y, low, high, support_low, support_high, residual, converged, max_rise
     elif (KIND == "softmax") | (KIND == "sparsemax"):
         y, low, high, residual, converged = entmax.next_root(
             y,
@@ -246,13 +274,13 @@ def improve(
             n,
             low,
             high,
-            before,
+            previous_residual,
             converged,
             e,
             KIND,
             TOLERANCE,
         )
-        return y, low, high, few, many, residual, converged, rest
+        return y, low, high, support_low, support_high, residual, converged, max_rise
     else:
         return improve_generic(
             y,
@@ -261,11 +289,11 @@ def improve(
             n,
             low,
             high,
-            few,
-            many,
-            before,
+            support_low,
+            support_high,
+            previous_residual,
             converged,
-            rest,
+            max_rise,
             e,
             KIND,
             TOLERANCE,
@@ -274,15 +302,15 @@ def improve(
 
 
 @triton.jit
-def left_after(step, many, e):
+def excess_after(step, support_high, e):
     """Bound the mass above 1 after a Newton step of ``e step`` in c.
 
     The derivation is in :func:`improve_generic`.
     """
-    steep = tl.maximum(many, 1.0) * entmax.power_of_2(
+    steep = tl.maximum(support_high, 1.0) * entmax.power_of_2(
         tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5),
     )
-    return tl.where(e > 0.5, steep, 0.5 * (1 - e) * many * step * step)
+    return tl.where(e > 0.5, steep, 0.5 * (1 - e) * support_high * step * step)
 
 
 @triton.jit
@@ -293,39 +321,42 @@ def improve_generic(
     n,
     low,
     high,
-    few,
-    many,
-    before,
+    support_low,
+    support_high,
+    previous_residual,
     converged,
-    rest,
+    max_rise,
     e,
     KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
     NEAR: tl.constexpr,
 ):
-    """The step of :func:`next_root`, and what proves that no evaluation is left to make.
+    """Make the step of ``entmax.next_root``, and prove whether it was the last.
 
-    The mass F is convex in c, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``; a step of ``t = e
-    tau`` down from c leaves ``F - U tau`` and at most ``(1 - e) Q tau^2 / 2`` more, as Q falls with
-    c (to alpha = 1.5). Beyond, an entry bends by ``t^(1/e)`` at most, and there are no more of them
-    than the support has at the upper end, ``many``, which up to 1.5 is Q there. So a Newton step
-    from where ``F = 1 + r`` ends above 1 by no more than ``left_after(r / U)``.
+    The mass F is convex in c, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``. A step of
+    ``t = e tau`` down from c leaves ``F - U tau``, and at most ``(1 - e) Q tau^2 / 2`` more, since
+    Q falls with c up to alpha = 1.5. For larger alphas an entry bends by at most ``t^(1/e)``, and
+    the support at the upper end, ``support_high``, bounds the number of entries. (Up to 1.5 it is Q
+    there.) So a Newton step from ``F = 1 + r`` ends above 1 by at most ``excess_after(r / U)``.
 
-    Weights whose mass is off by r are off by 2 r at most when it is divided out, in the sum of
-    their differences. It is enough that this is below ``NEAR`` and that :func:`last_step` ends
-    within the tolerance, for the root at hand or for the one that the step leads to. ``few`` is
-    that end, ``rest`` how far up the last step may go.
+    If the mass of the weights is off by r, then the weights are off by at most 2 r after the mass
+    is divided out, in the sum of their differences. It is enough that 2 r is below ``NEAR``, and
+    that :func:`last_step` ends within the tolerance. Both are checked for the root so far and for
+    the root after the step.
+
+    Arguments and results are those of :func:`improve`, but ``support_low`` holds the proven excess
+    of the mass over 1 after the last step.
     """
-    many = tl.where(f >= 1, n, many)
-    done = converged
-    new, low, high, residual, converged = entmax.next_root(
+    support_high = tl.where(f >= 1, n, support_high)
+    was_converged = converged
+    new_y, low, high, residual, converged = entmax.next_root(
         y,
         f,
         u,
         n,
         low,
         high,
-        before,
+        previous_residual,
         converged,
         e,
         KIND,
@@ -333,53 +364,63 @@ def improve_generic(
     )
     c = tl.exp(e * y)
     step_to_root = residual / tl.maximum(u, 1e-30)
-    end = left_after(step_to_root, many, e)
-    upwards = tl.where(end <= residual, tl.minimum(1.01 * step_to_root / c, high - y), 0.0)
-    stay = converged | ((residual <= 0.5 * NEAR) & (end <= TOLERANCE))
-    v = e * (y - new)
-    tau = (
-        c
-        * (y - new)
-        * tl.where(
-            tl.abs(v) < 0.05,
-            1 - v * (0.5 - v / 6),
-            (1 - tl.exp(-v)) / tl.where(v == 0, 1.0, v),
-        )
+    excess_from_y = excess_after(step_to_root, support_high, e)
+    rise_from_y = tl.minimum(1.01 * step_to_root / c, high - y)
+    rise_from_y = tl.where(excess_from_y <= residual, rise_from_y, 0.0)
+    keeps_y = converged | ((residual <= 0.5 * NEAR) & (excess_from_y <= TOLERANCE))
+    scaled_drop = e * (y - new_y)
+    # (1 - exp(-x)) / x, by its series for small x
+    drop_factor = tl.where(
+        tl.abs(scaled_drop) < 0.05,
+        1 - scaled_drop * (0.5 - scaled_drop / 6),
+        (1 - tl.exp(-scaled_drop)) / tl.where(scaled_drop == 0, 1.0, scaled_drop),
     )
-    missed = f - 1 - u * tau
-    left = tl.maximum(tl.abs(missed), tl.abs(missed + 0.5 * (1 - e) * n * tau * tau))
-    slope = tl.maximum(tl.maximum(1 - left, u - (1 - e) * n * tau), 0.5)
-    step_from_new = left / slope
-    after = left_after(step_from_new, many, e)
-    gentle = tl.zeros_like(tau) + e <= 0.5
-    proved = (
-        gentle & (tau >= 0) & ((left <= TOLERANCE) | (left <= 0.5 * NEAR)) & (after <= TOLERANCE)
-    )
-    few = tl.where(done, few, tl.where(stay, tl.minimum(residual, end), after))
-    rest = tl.where(
-        done,
-        rest,
-        tl.where(stay, upwards, tl.minimum(1.01 * step_from_new * tl.exp(v) / c, high - new)),
-    )
-    return tl.where(stay, y, new), low, high, few, many, residual, stay | proved, rest
+    tau = c * (y - new_y) * drop_factor
+    # The mass at the new root exceeds 1 by a number between these two.
+    least_excess = f - 1 - u * tau
+    largest_excess = least_excess + 0.5 * (1 - e) * n * tau * tau
+    mass_error = tl.maximum(tl.abs(least_excess), tl.abs(largest_excess))
+    slope = tl.maximum(tl.maximum(1 - mass_error, u - (1 - e) * n * tau), 0.5)
+    step_from_new = mass_error / slope
+    excess_from_new = excess_after(step_from_new, support_high, e)
+    is_gentle = tl.zeros_like(tau) + e <= 0.5
+    is_small = (mass_error <= TOLERANCE) | (mass_error <= 0.5 * NEAR)
+    is_proven = is_gentle & (tau >= 0) & is_small & (excess_from_new <= TOLERANCE)
+    mass_excess = tl.where(keeps_y, tl.minimum(residual, excess_from_y), excess_from_new)
+    support_low = tl.where(was_converged, support_low, mass_excess)
+    rise_from_new = tl.minimum(1.01 * step_from_new * tl.exp(scaled_drop) / c, high - new_y)
+    rise = tl.where(keeps_y, rise_from_y, rise_from_new)
+    max_rise = tl.where(was_converged, max_rise, rise)
+    y = tl.where(keeps_y, y, new_y)
+    converged = keeps_y | is_proven
+    return y, low, high, support_low, support_high, residual, converged, max_rise
 
 
 @triton.jit
-def last_step(y, f, u, n, reach, end, e, KIND: tl.constexpr):
-    """Return the root by F and U at ``y``, and its mass; see `improve`.
+def last_step(y, f, u, n, max_root, mass_excess, e, KIND: tl.constexpr):
+    """Make the last step of the root, from sums at ``y``.
 
-    ``reach``: the largest root that it may return. For alpha = 1.5 the mass is that of the support
-    ``n``, for other alphas at most the proved ``end`` above 1.
+    Args:
+        y: the root so far.
+        f: the mass F at ``y``.
+        u: the sum U at ``y``.
+        n: size of the support at ``y``, for alpha = 1.5.
+        max_root: the largest root that may be returned.
+        mass_excess: proven excess of the mass over 1 after the step, for the general forms.
+        e: alpha - 1.
+
+    Returns:
+        The root, and its mass. For the general forms the mass is an upper bound.
     """
     if KIND == "entmax15":
         newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)
-        new = tl.minimum(y - tl.where(tl.abs(f - 1) < 0.5, newton, 0.0), reach)
-        t = y - new
-        return new, f - t * (2 * u - n * t)
+        new_y = tl.minimum(y - tl.where(tl.abs(f - 1) < 0.5, newton, 0.0), max_root)
+        drop = y - new_y
+        return new_y, f - drop * (2 * u - n * drop)
     elif (KIND == "softmax") | (KIND == "sparsemax"):
         return y, f
     else:
-        near = tl.abs(f - 1) < 0.5
+        is_near = tl.abs(f - 1) < 0.5
         step = (f - 1) / tl.maximum(u, 1e-30) * tl.exp(-e * y)
-        new = tl.minimum(y - tl.where(near, step * (1 + 0.5 * e * step), 0.0), reach)
-        return new, tl.where(near, 1 + end, f)
+        new_y = tl.minimum(y - tl.where(is_near, step * (1 + 0.5 * e * step), 0.0), max_root)
+        return new_y, tl.where(is_near, 1 + mass_excess, f)

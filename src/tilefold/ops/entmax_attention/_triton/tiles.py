@@ -130,9 +130,9 @@ def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.cons
 def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
     """Return which of the keys ``[n0, n0 + KEYS)`` exist and are not masked."""
     lane = tl.arange(0, KEYS)
-    keep = (
-        lane < k_len - n0
-    )  # compilers make a counter of blocks 64 bits wide: one subtraction spares every comparison
+    # Compilers make a counter of blocks 64 bits wide. One subtraction spares a 64-bit comparison
+    # for each key.
+    keep = lane < k_len - n0
     if HAS_MASK:
         keep = keep & (tl.load(mask_ptr + n0 + lane, mask=keep, other=0) != 0)
     return keep
@@ -344,19 +344,17 @@ def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOC
     """
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sequence = tl.zeros((BLOCK,), tl.int32)
-    before = tl.zeros((), tl.int64)
+    n_before = tl.zeros((), tl.int64)
     for first in range(0, B, BLOCK):
         b = first + tl.arange(0, BLOCK)
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0)).to(tl.int64)
         end = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0)).to(tl.int64)
-        count = tl.maximum(
-            (end - start + (ROWS - 1)) // ROWS,
-            0,
-        )  # offsets may fall: they are not checked
-        ends = before + tl.cumsum(count, axis=0)
-        over = (ends[None, :] <= tile[:, None]) & (b < B)[None, :]
-        sequence += tl.sum(over.to(tl.int32), axis=1)
-        before += tl.sum(count, axis=0)
+        # Offsets are not checked, so that the length may be negative.
+        count = tl.maximum((end - start + (ROWS - 1)) // ROWS, 0)
+        ends = n_before + tl.cumsum(count, axis=0)
+        ends_before = (ends[None, :] <= tile[:, None]) & (b < B)[None, :]
+        sequence += tl.sum(ends_before.to(tl.int32), axis=1)
+        n_before += tl.sum(count, axis=0)
         tl.store(
             start_ptr + b + 1,
             tl.minimum(ends, tiles).to(tl.int32),

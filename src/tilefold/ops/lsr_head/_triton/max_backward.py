@@ -19,7 +19,7 @@ ROW_MASK = tl.constexpr(31)
 MAX_VOCAB = 1 << (31 - 5)
 MIN_POWER = tl.constexpr(2.0**-100)
 MAX_POWER = tl.constexpr(2.0**100)
-ADDED_AT_A_TIME = tl.constexpr(512)
+SUM_BLOCK = tl.constexpr(512)
 # The largest g of a row becomes less than twice this, below fp16's 65504.
 HEADROOM = tl.constexpr(2.0**14)
 
@@ -46,10 +46,10 @@ def _won_rows(
 
 
 @triton.jit
-def _power_of_two(largest, before):
-    """Return the power of two in ``largest``, or ``before`` if that is larger."""
+def _power_of_two(largest, previous_power):
+    """Return the power of two in ``largest``, or ``previous_power`` if that is larger."""
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(before, tl.minimum(exponent.to(tl.float32, bitcast=True), MAX_POWER))
+    return tl.maximum(previous_power, tl.minimum(exponent.to(tl.float32, bitcast=True), MAX_POWER))
 
 
 @triton.jit
@@ -117,14 +117,14 @@ def count_kernel(
 
 
 @triton.jit
-def _added_up(count_ptr, first, last):
+def _sum_counts(count_ptr, first, last):
     """Return the sum of the counts from ``first`` to ``last``, below 2**31.
 
     Arguments and result are int64.
     """
-    counts = tl.zeros((ADDED_AT_A_TIME,), tl.int32)
-    for i0 in range(first, last, ADDED_AT_A_TIME):
-        i = i0 + tl.arange(0, ADDED_AT_A_TIME)
+    counts = tl.zeros((SUM_BLOCK,), tl.int32)
+    for i0 in range(first, last, SUM_BLOCK):
+        i = i0 + tl.arange(0, SUM_BLOCK)
         counts += tl.load(count_ptr + i, mask=i < last, other=0)
     return tl.sum(counts).to(tl.int64)
 
@@ -135,7 +135,7 @@ def list_kernel(
     scores_ptr,
     winner_ptr,
     cu_ptr,
-    place_ptr,
+    prefix_sum_ptr,
     count_ptr,
     code_ptr,
     grad_ptr,
@@ -153,7 +153,7 @@ def list_kernel(
     ALWAYS_ACTIVE: tl.constexpr,
     NO_WINNER: tl.constexpr,
     UNIFORM: tl.constexpr,
-    ADDED_UP: tl.constexpr,
+    HAS_PREFIX_SUMS: tl.constexpr,
 ):
     """List the entries of a vocabulary split that a tile of rows won, in the order of the counts.
 
@@ -163,7 +163,7 @@ def list_kernel(
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
             ``stride_dv``.
-        place_ptr: inclusive prefix sums of the counts, if ADDED_UP.
+        prefix_sum_ptr: inclusive prefix sums of the counts, if ADDED_UP.
         count_ptr: the counts. Without ADDED_UP every instance adds up those that it needs.
         code_ptr: codes of the entries, int32; written.
         grad_ptr: gradients of the entries; written.
@@ -180,10 +180,10 @@ def list_kernel(
         b = first_sequence(cu_ptr, row0, B, uniform_length, UNIFORM)
         start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
         v1 = tl.minimum((split + 1) * split_v, V)
-        if ADDED_UP:
-            next_index = tl.load(place_ptr + slot) - count  # the prefix sum is inclusive
+        if HAS_PREFIX_SUMS:
+            next_index = tl.load(prefix_sum_ptr + slot) - count  # the prefix sum is inclusive
         else:
-            next_index = _added_up(count_ptr, slot * 0, slot)
+            next_index = _sum_counts(count_ptr, slot * 0, slot)
         while (start < row1) & (b < B):
             for v0 in range(split * split_v, v1, BLOCK):
                 v = v0 + tl.arange(0, BLOCK)
@@ -203,9 +203,9 @@ def list_kernel(
                 grad = tl.load(dscores_ptr + offs_d, mask=in_tile, other=0.0).to(tl.float32)
                 grad *= slope_from_score(score, ACTIVATION)
                 n_listed = tl.cumsum(in_tile.to(tl.int32))
-                at = next_index + n_listed - 1
-                tl.store(code_ptr + at, (v << ROW_BITS) | (row - row0), mask=in_tile)
-                tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=in_tile)
+                entry = next_index + n_listed - 1
+                tl.store(code_ptr + entry, (v << ROW_BITS) | (row - row0), mask=in_tile)
+                tl.store(grad_ptr + entry, grad.to(grad_ptr.dtype.element_ty), mask=in_tile)
                 next_index += tl.max(n_listed)
             b += 1
             start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
@@ -214,7 +214,7 @@ def list_kernel(
 @triton.jit(do_not_specialize=["N", "logit_scale"])
 def dhidden_kernel(
     weight_ptr,
-    place_ptr,
+    prefix_sum_ptr,
     count_ptr,
     code_ptr,
     grad_ptr,
@@ -228,7 +228,7 @@ def dhidden_kernel(
     BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
-    ADDED_UP: tl.constexpr,
+    HAS_PREFIX_SUMS: tl.constexpr,
 ):
     """Compute ``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in order.
 
@@ -236,7 +236,7 @@ def dhidden_kernel(
 
     Args:
         weight_ptr: weight ``[V, D]``.
-        place_ptr: see :func:`list_kernel`.
+        prefix_sum_ptr: see :func:`list_kernel`.
         count_ptr: see :func:`list_kernel`.
         code_ptr: codes of the entries.
         grad_ptr: gradients of the entries.
@@ -246,12 +246,12 @@ def dhidden_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = d < D
     slot = tile.to(tl.int64) * SPLITS
-    if ADDED_UP:
-        first = tl.load(place_ptr + slot - 1, mask=tile > 0, other=0)
-        count = (tl.load(place_ptr + slot + SPLITS - 1) - first).to(tl.int32)
+    if HAS_PREFIX_SUMS:
+        first = tl.load(prefix_sum_ptr + slot - 1, mask=tile > 0, other=0)
+        count = (tl.load(prefix_sum_ptr + slot + SPLITS - 1) - first).to(tl.int32)
     else:
-        first = _added_up(count_ptr, slot * 0, slot)
-        count = _added_up(count_ptr, slot, slot + SPLITS).to(tl.int32)
+        first = _sum_counts(count_ptr, slot * 0, slot)
+        count = _sum_counts(count_ptr, slot, slot + SPLITS).to(tl.int32)
     code_ptr += first
     grad_ptr += first
     rows = tl.arange(0, BLOCK_R)
@@ -259,24 +259,23 @@ def dhidden_kernel(
     power = tl.full((), MIN_POWER, tl.float32)
     # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without asynchronous copies
     for e0 in range(0, count, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        code = tl.load(code_ptr + e, mask=e < count, other=0)  # [BLOCK_E]
-        grad = tl.load(grad_ptr + e, mask=e < count, other=0.0)  # [BLOCK_E]
+        entry = e0 + tl.arange(0, BLOCK_E)
+        code = tl.load(code_ptr + entry, mask=entry < count, other=0)  # [BLOCK_E]
+        grad = tl.load(grad_ptr + entry, mask=entry < count, other=0.0)  # [BLOCK_E]
         w = tl.load(
             weight_ptr + ((code >> ROW_BITS)[:, None].to(tl.int64) * D + d[None, :].to(tl.int64)),
-            mask=(e < count)[:, None] & mask_d[None, :],
+            mask=(entry < count)[:, None] & mask_d[None, :],
             other=0.0,
         )  # [BLOCK_E, BLOCK_D]
         row = code & ROW_MASK
         if SCALED:
-            before = power
-            power = _power_of_two(tl.max(tl.abs(grad), axis=0), before)
+            previous_power = power
+            power = _power_of_two(tl.max(tl.abs(grad), axis=0), previous_power)
             grad *= _inverse(power) * HEADROOM
-            if power > before:
-                acc *= before * _inverse(power)
-        onehot = tl.where(rows[:, None] == row[None, :], grad[None, :], 0.0).to(
-            w.dtype,
-        )  # [BLOCK_R, BLOCK_E]
+            if power > previous_power:
+                acc *= previous_power * _inverse(power)
+        # [BLOCK_R, BLOCK_E]
+        onehot = tl.where(rows[:, None] == row[None, :], grad[None, :], 0.0).to(w.dtype)
         acc = tl.dot(onehot, w, acc, input_precision=PRECISION)
     if SCALED:
         acc *= power / HEADROOM
@@ -378,34 +377,39 @@ def dweight_kernel(
                 count = tl.sum(flag)
                 if count > 0:
                     if SCALED:
-                        before = power
-                        power = _power_of_two(tl.max(tl.abs(grad), axis=0), before)
+                        previous_power = power
+                        power = _power_of_two(tl.max(tl.abs(grad), axis=0), previous_power)
                         grad *= (_inverse(power) * HEADROOM)[None, :]
-                        if tl.max((power > before).to(tl.int32), axis=0) > 0:
-                            acc *= (before * _inverse(power))[:, None]
-                    at = list_offset + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
+                        if tl.max((power > previous_power).to(tl.int32), axis=0) > 0:
+                            acc *= (previous_power * _inverse(power))[:, None]
+                    entry_offs = list_offset + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
                     code = (row.to(tl.int64) * BLOCK_V) + v_in_tile[None, :]
                     tl.debug_barrier()  # the list before this one has been read
-                    tl.store(code64_ptr + at, code, mask=active)
-                    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=active)
+                    tl.store(code64_ptr + entry_offs, code, mask=active)
+                    tl.store(grad_ptr + entry_offs, grad.to(grad_ptr.dtype.element_ty), mask=active)
                     tl.debug_barrier()
                     for e0 in range(0, count, BLOCK_E):
-                        e = e0 + tl.arange(0, BLOCK_E)
-                        entry = tl.load(
-                            code64_ptr + list_offset + e, mask=e < count, other=0
-                        )  # [BLOCK_E]
+                        entry = e0 + tl.arange(0, BLOCK_E)
+                        entry_mask = entry < count
+                        listed_code = tl.load(
+                            code64_ptr + list_offset + entry,
+                            mask=entry_mask,
+                            other=0,
+                        )
                         g = tl.load(
-                            grad_ptr + list_offset + e, mask=e < count, other=0.0
-                        )  # [BLOCK_E]
+                            grad_ptr + list_offset + entry,
+                            mask=entry_mask,
+                            other=0.0,
+                        )
                         h = tl.load(
-                            rows_ptr + (entry // BLOCK_V)[:, None] * D + d[None, :],
-                            mask=(e < count)[:, None] & mask_d[None, :],
+                            rows_ptr + (listed_code // BLOCK_V)[:, None] * D + d[None, :],
+                            mask=entry_mask[:, None] & mask_d[None, :],
                             other=0.0,
                         )  # [BLOCK_E, BLOCK_D]
-                        is_column = v_in_tile[:, None] == (entry % BLOCK_V).to(tl.int32)[None, :]
-                        onehot = tl.where(is_column, g[None, :], 0.0).to(
-                            h.dtype
-                        )  # [BLOCK_V, BLOCK_E]
+                        column = (listed_code % BLOCK_V).to(tl.int32)
+                        is_column = v_in_tile[:, None] == column[None, :]
+                        # [BLOCK_V, BLOCK_E]
+                        onehot = tl.where(is_column, g[None, :], 0.0).to(h.dtype)
                         acc = tl.dot(onehot, h, acc, input_precision=PRECISION)
                     total += count
         if NEED_WEIGHT:

@@ -159,6 +159,7 @@ def max_forward_kernel(
                 QUANTIZED,
             )
             r1 = tl.minimum(r0 + BLOCK_T, n_rows)
+            # Case 1: all tokens of the tile belong to one sequence.
             if (start <= r0) & (end >= r0 + BLOCK_T):
                 tile_best, tile_winner = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
                 best, winner = merge(best, winner, tile_best, r0 + tile_winner, WITH_WINNERS)
@@ -200,34 +201,36 @@ def max_forward_kernel(
                     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
                     winner = tl.zeros((BLOCK_V,), tl.int32) + start
+            # Case 2: several sequences share the tile. Each begins at a multiple of GROUP, so the
+            # maxima of groups are computed once, and those of a sequence are combined.
             else:
                 N_GROUPS: tl.constexpr = BLOCK_T // GROUP
                 groups = tl.arange(0, N_GROUPS) * GROUP
                 # [BLOCK_V, N_GROUPS]
-                group_best, group_place = _reduce_tokens(
+                group_best, group_winner = _reduce_tokens(
                     tl.reshape(acc, (BLOCK_V, N_GROUPS, GROUP)),
                     2,
                     GROUP,
                     WITH_WINNERS,
                 )
-                group_place += groups[None, :]
-                more = True
-                while more:
+                group_winner += groups[None, :]
+                has_next = True
+                while has_next:  # the sequences of the tile, one after another
                     inside = ((groups >= start - r0) & (groups < end - r0))[None, :]
                     seq_best = tl.reduce(tl.where(inside, group_best, float("-inf")), 1, nan_max)
-                    seq_place = tl.zeros((BLOCK_V,), tl.int32)
+                    seq_winner = tl.zeros((BLOCK_V,), tl.int32)
                     if WITH_WINNERS:
-                        seq_place = tl.min(
+                        seq_winner = tl.min(
                             tl.where(
                                 inside & (group_best == seq_best[:, None]),
-                                group_place,
+                                group_winner,
                                 BLOCK_T,
                             ),
                             axis=1,
                         )
-                    best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
-                    more = end <= r1
-                    if more:
+                    best, winner = merge(best, winner, seq_best, r0 + seq_winner, WITH_WINNERS)
+                    has_next = end <= r1  # the sequence ends here: store it, and take the next one
+                    if has_next:
                         if start < split_row:
                             store_partial(
                                 best,
@@ -265,7 +268,7 @@ def max_forward_kernel(
                         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                         best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
                         winner = tl.zeros((BLOCK_V,), tl.int32) + start
-                        more = seq < B
+                        has_next = seq < B
             acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
             k = 0
             r0 += BLOCK_T
@@ -349,10 +352,10 @@ def combine_kernel(
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     _, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
     split_rows = split_tiles * BLOCK_T
-    cut = (start < end) & (start // split_rows != (end - 1) // split_rows)
+    is_divided = (start < end) & (start // split_rows != (end - 1) // split_rows)
     if SCREENED:
-        cut = cut & ~runs_screened(state_ptr, sample_limit, limit)
-    if cut:
+        is_divided = is_divided & ~runs_screened(state_ptr, sample_limit, limit)
+    if is_divided:
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         winner = tl.zeros((BLOCK,), tl.int32) + start
         for split in range(start // split_rows, (end - 1) // split_rows + 1):

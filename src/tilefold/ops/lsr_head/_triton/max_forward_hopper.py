@@ -82,9 +82,9 @@ def _lowest_tokens_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.
 
 
 @gluon.jit
-def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: gl.constexpr):
+def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_WINNERS: gl.constexpr):
     """Return maxima over all tokens of the tile, and the lowest token that has each."""
-    if WITH_WINNERS and LEAN_PLACES:
+    if WITH_WINNERS and LEAN_WINNERS:
         grouped = acc.reshape([HALF_V, 1, N // 8, LANES, 2])
         lane_best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
         row_best = gl.reduce(gl.reduce(lane_best, 1, nan_max), 1, nan_max)
@@ -107,7 +107,7 @@ def _reduce_groups(
     N_GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
     WITH_WINNERS: gl.constexpr,
-    LEAN_PLACES: gl.constexpr,
+    LEAN_WINNERS: gl.constexpr,
 ):
     """Return maxima over the tokens of each group that a lane holds, and their tokens.
 
@@ -116,7 +116,7 @@ def _reduce_groups(
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
     token = gl.zeros_like(best).to(gl.int32)
-    if WITH_WINNERS and LEAN_PLACES:
+    if WITH_WINNERS and LEAN_WINNERS:
         token = _lowest_tokens_in_lanes(grouped, best, N_GROUPS, GROUP)
     elif WITH_WINNERS:
         columns = gl.arange(0, N_GROUPS * GROUP, layout=gl.SliceLayout(0, acc.type.layout))
@@ -220,12 +220,17 @@ def _fold_tiles(
     WITH_WINNERS: gl.constexpr,
     UNIFORM: gl.constexpr,
     QUANTIZED: gl.constexpr,
-    LEAN_PLACES: gl.constexpr,
+    LEAN_WINNERS: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """Run one group of four warps: products and running maxima of one half of the columns.
 
-    ``operands`` is a tuple of the tensors and numbers of :func:`max_forward_hopper_kernel`.
+    The loops and the cases are those of ``max_forward_kernel`` in ``max_forward.py``, which
+    describes the items and the splits.
+
+    Args:
+        operands: tuple of the tensors and numbers of :func:`max_forward_hopper_kernel`.
+        HALF: number of the half, 0 or 1.
     """
     (
         w_ring,
@@ -300,9 +305,10 @@ def _fold_tiles(
                 acc = acc * gl.expand_dims(column_scale, 0)
             r0 = t * BLOCK_T
             r1 = gl.minimum(r0 + BLOCK_T, n_rows)
+            # Case 1: all tokens of the tile belong to one sequence.
             if (start <= r0) & (end >= r0 + BLOCK_T):
-                tile_best, tile_place = _reduce_tile(acc, BLOCK_T, WITH_WINNERS, LEAN_PLACES)
-                best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
+                tile_best, tile_winner = _reduce_tile(acc, BLOCK_T, WITH_WINNERS, LEAN_WINNERS)
+                best, winner = merge(best, winner, tile_best, r0 + tile_winner, WITH_WINNERS)
                 if end == r1:
                     if start < split_row:
                         store_partial(
@@ -342,41 +348,43 @@ def _fold_tiles(
                     next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)
                     best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                     winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
+            # Case 2: several sequences share the tile. Each begins at a multiple of GROUP, so the
+            # maxima of groups are computed once, and those of a sequence are combined.
             else:
-                group_best, group_place = _reduce_groups(
+                group_best, group_winner = _reduce_groups(
                     acc,
                     N_GROUPS,
                     GROUP,
                     WITH_WINNERS,
-                    LEAN_PLACES,
+                    LEAN_WINNERS,
                 )
                 row_groups: gl.constexpr = gl.SliceLayout(
                     0,
                     gl.SliceLayout(2, group_best.type.layout),
                 )
                 groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
-                more = True
-                while more:
+                has_next = True
+                while has_next:  # the sequences of the tile, one after another
                     inside = gl.expand_dims(
                         gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0),
                         2,
                     )
                     seq_best = gl.reduce(gl.where(inside, group_best, float("-inf")), 1, nan_max)
                     seq_best = gl.reduce(seq_best, 1, nan_max)
-                    seq_place = gl.zeros_like(seq_best).to(gl.int32)
+                    seq_winner = gl.zeros_like(seq_best).to(gl.int32)
                     if WITH_WINNERS:
                         wins = inside & (
                             group_best == gl.expand_dims(gl.expand_dims(seq_best, 1), 1)
                         )
-                        seq_place = gl.min(
-                            gl.min(gl.where(wins, group_place, BLOCK_T), axis=1),
+                        seq_winner = gl.min(
+                            gl.min(gl.where(wins, group_winner, BLOCK_T), axis=1),
                             axis=1,
                         )
                     seq_best = gl.convert_layout(seq_best, column)
-                    seq_place = gl.convert_layout(seq_place, column)
-                    best, winner = merge(best, winner, seq_best, r0 + seq_place, WITH_WINNERS)
-                    more = end <= r1
-                    if more:
+                    seq_winner = gl.convert_layout(seq_winner, column)
+                    best, winner = merge(best, winner, seq_best, r0 + seq_winner, WITH_WINNERS)
+                    has_next = end <= r1  # the sequence ends here: store it, and take the next one
+                    if has_next:
                         if start < split_row:
                             store_partial(
                                 best,
@@ -415,7 +423,7 @@ def _fold_tiles(
                         next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)
                         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
                         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + start
-                        more = seq < B
+                        has_next = seq < B
         if (start < t1 * BLOCK_T) & (seq < B):  # the sequence continues in the next split
             slot = 2 * split + gl.where(start < split_row, 0, 1)
             store_partial(
@@ -478,7 +486,7 @@ def max_forward_hopper_kernel(
     WITH_WINNERS: gl.constexpr,
     UNIFORM: gl.constexpr,
     QUANTIZED: gl.constexpr,
-    LEAN_PLACES: gl.constexpr,
+    LEAN_WINNERS: gl.constexpr,
     SCREENED: gl.constexpr,
 ):
     """Compute the scores of max pooling, with warps of different roles.
@@ -556,7 +564,7 @@ def max_forward_hopper_kernel(
                     WITH_WINNERS,
                     UNIFORM,
                     QUANTIZED,
-                    LEAN_PLACES,
+                    LEAN_WINNERS,
                     0,
                 ),
             ),
@@ -575,7 +583,7 @@ def max_forward_hopper_kernel(
                     WITH_WINNERS,
                     UNIFORM,
                     QUANTIZED,
-                    LEAN_PLACES,
+                    LEAN_WINNERS,
                     1,
                 ),
             ),

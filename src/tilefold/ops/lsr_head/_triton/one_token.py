@@ -33,9 +33,8 @@ def _token_positions(
     for s0 in range(0, S, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         rows = b.to(tl.int64)[:, None] * S + s[None, :]
-        valid = (
-            tl.load(mask_ptr + rows, mask=inside[:, None] & (s < S)[None, :], other=0) != 0
-        )  # [B, BLOCK]
+        mask = tl.load(mask_ptr + rows, mask=inside[:, None] & (s < S)[None, :], other=0)
+        valid = mask != 0  # [B, BLOCK]
         if LAST:
             position = tl.maximum(position, tl.max(tl.where(valid, s[None, :], -1), axis=1))
         else:
@@ -62,7 +61,7 @@ def find_kernel(
 
 
 @triton.jit
-def _taken_rows(
+def _token_rows(
     winner_ptr,
     cu_ptr,
     b,
@@ -74,7 +73,10 @@ def _taken_rows(
     LAST: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Return the rows of hidden of sequences ``b``, int64, and whether they have a valid token."""
+    """Return the row of the pooled token of each sequence ``b``, and whether it has a valid token.
+
+    The rows are those of hidden, in int64.
+    """
     if PACKED:
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
         end = narrowed(tl.load(cu_ptr + b + 1, mask=b < B, other=0))
@@ -89,15 +91,15 @@ def _taken_rows(
 
 
 @triton.jit
-def offsets_are_whole(cu_ptr, B, N):
+def offsets_are_valid(cu_ptr, B, N):
     """Whether ``cu_seqlens`` starts with 0, never falls and ends with N."""
-    ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
+    valid = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
     for b0 in range(0, B, CHECK_BLOCK):
         b = b0 + tl.arange(0, CHECK_BLOCK)
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
         end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
-        ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
-    return ok
+        valid = valid & (tl.min((end >= start).to(tl.int32)) > 0)
+    return valid
 
 
 @triton.jit
@@ -160,9 +162,10 @@ def forward_kernel(
     WITH_WINNERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the scores ``act(logit_scale * hidden[row of b] . weight[v] + bias[v])``.
+    """Compute the scores of cls or last pooling, from one token per sequence.
 
-    Instance ``(i, j)`` computes block i of the columns for block j of the sequences.
+    A score is ``act(logit_scale * hidden[row of b] . weight[v] + bias[v])``. Instance ``(i, j)``
+    computes block i of the columns for block j of the sequences.
 
     Args:
         weight_ptr: weight ``[V, D]``.
@@ -179,12 +182,13 @@ def forward_kernel(
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     if FIND:
         position = _token_positions(mask_ptr, b, b < B, length, LAST, NO_WINNER, FIND)
-        row, valid = b.to(tl.int64) * length + position, position != NO_WINNER
+        row = b.to(tl.int64) * length + position
+        valid = position != NO_WINNER
         if WITH_WINNERS:
             may_write = mask_if(b < B, tl.program_id(0) == 0)
             tl.store(winner_ptr + b, position.to(winner_ptr.dtype.element_ty), mask=may_write)
     else:
-        row, valid = _taken_rows(
+        row, valid = _token_rows(
             winner_ptr,
             cu_ptr,
             b,
@@ -214,7 +218,7 @@ def forward_kernel(
         acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     scores = tl.where(valid[:, None], activate(acc, ACTIVATION), 0.0)
     if PACKED:  # invalid offsets must not give a plausible number
-        scores = tl.where(offsets_are_whole(cu_ptr, B, N), scores, float("nan"))
+        scores = tl.where(offsets_are_valid(cu_ptr, B, N), scores, float("nan"))
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     tl.store(
         out_ptr + offs,
@@ -295,7 +299,7 @@ def weight_gradient_kernel(
     power = tl.full((BLOCK_V,), MIN_POWER, tl.float32)
     for b0 in tl.range(0, B, BLOCK_B):
         b = b0 + tl.arange(0, BLOCK_B)
-        row, valid = _taken_rows(
+        row, valid = _token_rows(
             winner_ptr,
             cu_ptr,
             b,
@@ -328,10 +332,10 @@ def weight_gradient_kernel(
                 other=0.0,
             )  # [BLOCK_B, BLOCK_D]
             if SCALED:
-                before = power
-                power = _power_of_two(tl.max(tl.abs(grad), axis=0), before)
+                previous_power = power
+                power = _power_of_two(tl.max(tl.abs(grad), axis=0), previous_power)
                 grad *= (_inverse(power) * HEADROOM)[None, :]
-                acc *= (before * _inverse(power))[:, None]
+                acc *= (previous_power * _inverse(power))[:, None]
             acc = tl.dot(tl.trans(grad.to(h.dtype)), h, acc, input_precision=PRECISION)
     if NEED_WEIGHT:
         if SCALED:
@@ -390,28 +394,28 @@ def split_gradient_kernel(
     """
     programs = tl.num_programs(0) * tl.num_programs(1)
     program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1) + programs * tl.program_id(2)
-    entries = tl.cast(N, tl.int64) * D
+    n_entries = tl.cast(N, tl.int64) * D
     for first in range(
         program.to(tl.int64) * CLEAR,
-        entries,
+        n_entries,
         programs * tl.num_programs(2) * CLEAR,
     ):
         entry = first + tl.arange(0, CLEAR)
         tl.store(
             dhidden_ptr + entry,
             tl.zeros((CLEAR,), dhidden_ptr.dtype.element_ty),
-            mask=entry < entries,
+            mask=entry < n_entries,
         )
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.program_id(1)
     b = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
-    _, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
-    last = tl.minimum((split + 1) * split_v, V)
+    _, valid = _token_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+    v_end = tl.minimum((split + 1) * split_v, V)
     acc = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
     power = tl.full((BLOCK_B,), MIN_POWER, tl.float32)
-    for v0 in tl.range(split * split_v, last, BLOCK_V):
+    for v0 in tl.range(split * split_v, v_end, BLOCK_V):
         v = v0 + tl.arange(0, BLOCK_V)
-        inside = valid[:, None] & (v < last)[None, :]
+        inside = valid[:, None] & (v < v_end)[None, :]
         grad = _logit_gradient(
             dscores_ptr,
             scores_ptr,
@@ -425,14 +429,14 @@ def split_gradient_kernel(
         )
         w = tl.load(
             weight_ptr + v.to(tl.int64)[:, None] * D + d[None, :],
-            mask=(v < last)[:, None] & (d < D)[None, :],
+            mask=(v < v_end)[:, None] & (d < D)[None, :],
             other=0.0,
         )  # [BLOCK_V, BLOCK_D]
         if SCALED:
-            before = power
-            power = _power_of_two(tl.max(tl.abs(grad), axis=1), before)
+            previous_power = power
+            power = _power_of_two(tl.max(tl.abs(grad), axis=1), previous_power)
             grad *= (_inverse(power) * HEADROOM)[:, None]
-            acc *= (before * _inverse(power))[:, None]
+            acc *= (previous_power * _inverse(power))[:, None]
         acc = tl.dot(grad.to(w.dtype), w, acc, input_precision=PRECISION)
     if SCALED:
         acc *= (power / HEADROOM)[:, None]
@@ -465,7 +469,7 @@ def store_rows_kernel(
     """
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
+    row, valid = _token_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
     mask = valid[:, None] & (d < D)[None, :]
     total = tl.zeros((BLOCK_B, BLOCK_D), tl.float32)
     for split in range(splits):

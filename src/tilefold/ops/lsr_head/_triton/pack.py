@@ -39,19 +39,26 @@ def _store_empty(
     out_ptr,
     winner_ptr,
     seq,
-    first,
-    programs,
+    program,
+    n_programs,
     V,
     value,
     BLOCK: tl.constexpr,
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Write the scores of a sequence without a valid token.
+    """Write the scores and winners of a sequence without a valid token.
 
-    ``programs`` instances share the columns. ``first`` is this instance's number.
+    Args:
+        out_ptr: scores ``[B, V]``; row ``seq`` is written.
+        winner_ptr: winners ``[B, V]``; row ``seq`` becomes NO_WINNER, if WITH_WINNERS.
+        seq: the sequence.
+        program: number of this instance among those that share the columns.
+        n_programs: number of instances that share the columns.
+        V: number of columns.
+        value: the score, 0 or NaN.
     """
-    for v0 in range(first * BLOCK, V, programs * BLOCK):
+    for v0 in range(program * BLOCK, V, n_programs * BLOCK):
         v = v0 + tl.arange(0, BLOCK)
         offs = seq.to(tl.int64) * V + v
         tl.store(
@@ -109,16 +116,16 @@ def _counts(
     offset = 0
     if BLOCK_B == 0:  # count_kernel has counted
         for start in range(0, b, SCAN):
-            other = start + tl.arange(0, SCAN)
-            offset += tl.sum(_rounded(tl.load(count_ptr + other, mask=other < b, other=0), GROUP))
+            earlier = start + tl.arange(0, SCAN)
+            earlier_counts = tl.load(count_ptr + earlier, mask=earlier < b, other=0)
+            offset += tl.sum(_rounded(earlier_counts, GROUP))
         return offset, tl.load(count_ptr + b), tl.load(first_ptr + b)
     else:
         seq = tl.arange(0, BLOCK_B)
         s = tl.arange(0, BLOCK_S)
         inside = (seq < B)[:, None] & (s < S)[None, :]
-        valid = (
-            tl.load(mask_ptr + seq[:, None] * S + s[None, :], mask=inside, other=0) != 0
-        )  # [BLOCK_B, BLOCK_S]
+        mask = tl.load(mask_ptr + seq[:, None] * S + s[None, :], mask=inside, other=0)
+        valid = mask != 0  # [BLOCK_B, BLOCK_S]
         counts = tl.sum(valid.to(tl.int32), axis=1)
         offset += tl.sum(tl.where(seq < b, _rounded(counts, GROUP), 0))
         first = tl.min(tl.where(_valid(mask_ptr, b, s, S, S, True), s, S))
@@ -270,30 +277,33 @@ def copy_packed_kernel(
 
     The other arguments are as in :func:`copy_padded_kernel`.
     """
+    # The sequence of row r is the number of sequences that end at or before it. The packed lengths
+    # of these sequences add up to the first packed row of its sequence.
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)
     offset = tl.zeros((BLOCK_ROWS,), tl.int32)
-    ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == T)
+    offsets_valid = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == T)
     for b0 in range(0, B, SCAN_B):
         b = b0 + tl.arange(0, SCAN_B)
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
         end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
-        ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
-        passed = (end[None, :] <= r[:, None]) & (b < B)[None, :]  # [BLOCK_ROWS, SCAN_B]
-        seq += tl.sum(passed.to(tl.int32), axis=1)
-        offset += tl.sum(tl.where(passed, _rounded(end - start, GROUP)[None, :], 0), axis=1)
-    valid = mask_if(r < T, ok)
+        offsets_valid = offsets_valid & (tl.min((end >= start).to(tl.int32)) > 0)
+        ends_before = (end[None, :] <= r[:, None]) & (b < B)[None, :]  # [BLOCK_ROWS, SCAN_B]
+        seq += tl.sum(ends_before.to(tl.int32), axis=1)
+        offset += tl.sum(tl.where(ends_before, _rounded(end - start, GROUP)[None, :], 0), axis=1)
+    valid = mask_if(r < T, offsets_valid)
     first = narrowed(tl.load(cu_ptr + seq, mask=valid, other=0))
     count = narrowed(tl.load(cu_ptr + seq + 1, mask=valid, other=0)) - first
     position = r - first
     row = (offset + position).to(tl.int64)
     if WITH_WINNERS:
         tl.store(position_ptr + row, position, mask=valid)
-    repeats = tl.where(valid & (position == 0), _rounded(count, GROUP) - count, 0)
-    again = row + count  # first row that repeats the first token
+    # The instance that copies a sequence's first token also repeats it after the last token.
+    n_repeats = tl.where(valid & (position == 0), _rounded(count, GROUP) - count, 0)
+    repeat_row = row + count
     if WITH_WINNERS:
         for i in range(GROUP - 1):
-            tl.store(position_ptr + again + i, position, mask=repeats > i)
+            tl.store(position_ptr + repeat_row + i, position, mask=n_repeats > i)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]
@@ -302,25 +312,25 @@ def copy_packed_kernel(
             mask=inside,
         )  # [BLOCK_ROWS, BLOCK_D]
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
-        if tl.max(repeats) > 0:
+        if tl.max(n_repeats) > 0:
             for i in range(GROUP - 1):
-                mask = (repeats > i)[:, None] & (d < D)[None, :]
-                tl.store(rows_ptr + (again + i)[:, None] * D + d[None, :], x, mask=mask)
-    if tl.program_id(0) == 0:
+                mask = (n_repeats > i)[:, None] & (d < D)[None, :]
+                tl.store(rows_ptr + (repeat_row + i)[:, None] * D + d[None, :], x, mask=mask)
+    if tl.program_id(0) == 0:  # write the first packed rows of all sequences
         tl.store(offset_ptr, 0)
         total = 0
         for b0 in range(0, B, SCAN_B):
             b = b0 + tl.arange(0, SCAN_B)
             start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
             end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
-            length = tl.where(ok, _rounded(end - start, GROUP), 0)
+            length = tl.where(offsets_valid, _rounded(end - start, GROUP), 0)
             tl.store(offset_ptr + 1 + b, total + tl.cumsum(length), mask=b < B)
             total += tl.sum(length)
     b = tl.program_id(0)
-    while b < B:
+    while b < B:  # instances share the sequences
         empty = narrowed(tl.load(cu_ptr + b)) == narrowed(tl.load(cu_ptr + b + 1))
-        if empty | (ok == 0):
-            value = tl.where(ok, 0.0, float("nan"))
+        if empty | (offsets_valid == 0):
+            value = tl.where(offsets_valid, 0.0, float("nan"))
             _store_empty(
                 out_ptr,
                 winner_ptr,

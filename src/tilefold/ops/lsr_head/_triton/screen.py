@@ -32,8 +32,8 @@ SUM_SLACK = tl.constexpr(2.0**-23)
 PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 # The state begins with two counters of scores that may be positive: in the sample, and of all.
-TOO_MANY = tl.constexpr(0)
-KEPT = tl.constexpr(1)
+N_SAMPLED = tl.constexpr(0)
+N_MARKED = tl.constexpr(1)
 BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
 # From this offset on the state has four numbers per sequence: the largest entry, the norm and the
 # error of the rounded rows, and the number of listed columns. Each is stored for all sequences.
@@ -51,7 +51,9 @@ def runs_screened(state_ptr, sample_limit, limit):
         sample_limit: largest count in the sample.
         limit: largest count of all scores.
     """
-    return (tl.load(state_ptr + TOO_MANY) <= sample_limit) & (tl.load(state_ptr + KEPT) <= limit)
+    few_in_sample = tl.load(state_ptr + N_SAMPLED) <= sample_limit
+    few_in_all = tl.load(state_ptr + N_MARKED) <= limit
+    return few_in_sample & few_in_all
 
 
 @triton.jit(do_not_specialize=["B", "V", "uniform_length", "logit_scale"])
@@ -89,10 +91,8 @@ def sample_kernel(
         counts_ptr: counts of the sample; written.
         MOST_T: tokens of a sequence that are sampled.
     """
-    program, n_state = (
-        tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
-        B * PER_SEQUENCE + STATE,
-    )
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    n_state = B * PER_SEQUENCE + STATE
     for i0 in range(program * BLOCK_T, n_state, tl.num_programs(0) * tl.num_programs(1) * BLOCK_T):
         i = i0 + tl.arange(0, BLOCK_T)
         tl.store(state_ptr + i, tl.zeros((BLOCK_T,), tl.int32), mask=i < n_state)
@@ -109,35 +109,34 @@ def sample_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + v).to(tl.float32)
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    h_sizes, h_square = tl.zeros((BLOCK_K, BLOCK_T), tl.float32), 0.0
+    h_sizes = tl.zeros((BLOCK_K, BLOCK_T), tl.float32)
+    h_square = 0.0
     count = 0
     r0 = start
     while (r0 < end) & (2 * count < BLOCK_V):
         row = r0 + tl.arange(0, BLOCK_T)
         rows = rows_ptr + row.to(tl.int64)[None, :] * D
         acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
-        w_squares, w_sizes = (
-            tl.zeros((BLOCK_V, BLOCK_K), tl.float32),
-            tl.zeros((BLOCK_V, BLOCK_K), tl.float32),
-        )
+        w_squares = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+        w_sizes = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
         h_squares = tl.zeros((BLOCK_K, BLOCK_T), tl.float32)
         for k in range(0, D, BLOCK_K):
             d = k + tl.arange(0, BLOCK_K)
             w = tl.load(weights + d[None, :], mask=(d < D)[None, :], other=0.0)
             h = tl.load(rows + d[:, None], mask=(d < D)[:, None] & (row < end)[None, :], other=0.0)
             acc = tl.dot(w, h, acc)
-            w, h = w.to(tl.float32), h.to(tl.float32)
+            w = w.to(tl.float32)
+            h = h.to(tl.float32)
             w_squares += w * w
             w_sizes = tl.maximum(w_sizes, tl.abs(w))
             h_squares += h * h
             h_sizes = tl.maximum(h_sizes, tl.abs(h))
         h_square = tl.maximum(h_square, tl.max(tl.sum(h_squares, axis=0)))
         best = tl.maximum(best, tl.max(tl.where((row < end)[None, :], acc, float("-inf")), axis=1))
-        # errors of rounding are spread evenly over a step, whose square is 1/12 on average
-        error = tl.max(h_sizes) * tl.sqrt(tl.sum(w_squares, axis=1)) + tl.max(
-            w_sizes,
-            axis=1,
-        ) * tl.sqrt(h_square)
+        h_size = tl.max(h_sizes)
+        w_norms = tl.sqrt(tl.sum(w_squares, axis=1))
+        error = h_size * w_norms + tl.max(w_sizes, axis=1) * tl.sqrt(h_square)
+        # Errors of rounding are spread evenly over one level. Their squares are 1/12 on average.
         bound = (best + error * (tl.sqrt(D / 12.0) / LEVELS)) * logit_scale + bias
         count = tl.sum((~(bound <= 0.0)).to(tl.int32))
         r0 += BLOCK_T
@@ -182,7 +181,7 @@ def largest_kernel(
     sample = tl.arange(0, BLOCK_SAMPLES)
     count = tl.sum(tl.load(counts_ptr + sample, mask=sample < samples, other=0))
     if tl.program_id(0) == 0:
-        tl.store(state_ptr + TOO_MANY, count)
+        tl.store(state_ptr + N_SAMPLED, count)
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
     if (row < n_rows) & (count <= sample_limit):
@@ -190,10 +189,8 @@ def largest_kernel(
         seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
-        x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(
-            tl.float32,
-        )
-        _largest(state_ptr, STATE + seq, x)
+        x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        _largest(state_ptr, STATE + seq, x.to(tl.float32))
 
 
 @triton.jit
@@ -207,12 +204,12 @@ def _rounded(x, scale, D: tl.constexpr):
     quotient = x * (1.0 / scale)[:, None]
     shifted = quotient + NEAREST
     error = quotient - (shifted - NEAREST)
-    near = (shifted.to(tl.int32, bitcast=True) & 255).to(tl.int8)
-    of_sums: tl.constexpr = SLACK + D * SUM_SLACK
+    rounded = (shifted.to(tl.int32, bitcast=True) & 255).to(tl.int8)
+    sum_slack: tl.constexpr = SLACK + D * SUM_SLACK
     norm = tl.sqrt(tl.sum(quotient * quotient, axis=1))
-    error = tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + of_sums)
-    off = error + ROUNDING * tl.sqrt(D * 1.0)
-    return near, norm * (1.0 + of_sums) + off, off
+    error = tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + sum_slack)
+    error_bound = error + ROUNDING * tl.sqrt(D * 1.0)
+    return rounded, norm * (1.0 + sum_slack) + error_bound, error_bound
 
 
 @triton.jit
@@ -220,7 +217,7 @@ def _round_weight(
     weight_ptr,
     weight_values_ptr,
     terms_ptr,
-    kept_ptr,
+    marks_ptr,
     v,
     B,
     V,
@@ -232,19 +229,20 @@ def _round_weight(
     The rows' scales, norms and errors are written to ``terms_ptr [3, V]``.
     """
     d = tl.arange(0, BLOCK_D)
-    offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
+    offs = v.to(tl.int64)[:, None] * D + d[None, :]
+    inside = (v < V)[:, None] & (d < D)[None, :]
     x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scale = bits.to(tl.float32, bitcast=True) / LEVELS
-    near, norm, error = _rounded(x, scale, D)
-    tl.store(weight_values_ptr + offs, near, mask=inside)
+    rounded, norm, error = _rounded(x, scale, D)
+    tl.store(weight_values_ptr + offs, rounded, mask=inside)
     tl.store(terms_ptr + v, scale, mask=v < V)
     tl.store(terms_ptr + V + v, norm, mask=v < V)
     tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
     for b0 in range(0, B, BLOCK_CLEAR):
         b = (b0 + tl.arange(0, BLOCK_CLEAR)).to(tl.int64)[:, None]
         tl.store(
-            kept_ptr + b * V + v[None, :],
+            marks_ptr + b * V + v[None, :],
             (b * 0 + v[None, :] * 0).to(tl.int8),
             mask=(b < B) & (v < V)[None, :],
         )
@@ -259,7 +257,7 @@ def round_kernel(
     weight_values_ptr,
     values_ptr,
     terms_ptr,
-    kept_ptr,
+    marks_ptr,
     B,
     V,
     T,
@@ -279,38 +277,39 @@ def round_kernel(
         weight_values_ptr: int8 weight ``[V, D]``; written.
         values_ptr: int8 token states ``[T, D]``; written.
         terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``; written.
-        kept_ptr: marks ``[B, V]`` of scores that may be positive; cleared.
+        marks_ptr: marks ``[B, V]`` of scores that may be positive; cleared.
 
     The other arguments are as in :func:`sample_kernel`.
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    of_weight = (V + GROUP - 1) // GROUP
+    n_weight_groups = (V + GROUP - 1) // GROUP
     n_groups = tl.where(
-        tl.load(state_ptr + TOO_MANY) <= sample_limit,
-        of_weight + (n_rows + GROUP - 1) // GROUP,
+        tl.load(state_ptr + N_SAMPLED) <= sample_limit,
+        n_weight_groups + (n_rows + GROUP - 1) // GROUP,
         0,
     )
     for group in range(tl.program_id(0), n_groups, tl.num_programs(0)):
-        if group < of_weight:
+        if group < n_weight_groups:
             v = group * GROUP + tl.arange(0, GROUP)
-            _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D, BLOCK_D)
+            _round_weight(weight_ptr, weight_values_ptr, terms_ptr, marks_ptr, v, B, V, D, BLOCK_D)
         else:
-            row = (group - of_weight) * GROUP
+            row = (group - n_weight_groups) * GROUP
             # by the group's last row: empty sequences may begin at its first
             seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
             scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
             r = (row + tl.arange(0, GROUP)).to(tl.int64)
             d = tl.arange(0, BLOCK_D)
-            offs, inside = r[:, None] * D + d[None, :], (d < D)[None, :]
+            offs = r[:, None] * D + d[None, :]
+            inside = (d < D)[None, :]
             x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-            near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
-            tl.store(values_ptr + offs, near, mask=inside)
+            rounded, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
+            tl.store(values_ptr + offs, rounded, mask=inside)
             _largest(state_ptr, STATE + B + seq, norm)
             _largest(state_ptr, STATE + 2 * B + seq, error)
 
 
 @triton.jit
-def stays(
+def may_be_positive(
     best,
     offs_v,
     mask_v,
@@ -338,16 +337,16 @@ def stays(
     bound = error * (weight_norm + weight_error) + norm * weight_error
     bound += (norm + error) * (weight_norm + weight_error) * (D * PRODUCT_SLACK)
     bound = product + bound * (1.0 + SLACK) + tl.abs(product) * SLACK
-    ordinary = (scale > SMALLEST) & (scale < LARGEST)
+    is_normal = (scale > SMALLEST) & (scale < LARGEST)
     if HAS_BIAS:
         bound = bound * scale
         bound += tl.abs(bound) * SLACK + bias
-    return mask_v & ~((bound <= 0.0) & ordinary)
+    return mask_v & ~((bound <= 0.0) & is_normal)
 
 
 @triton.jit(do_not_specialize=["B", "V", "uniform_length", "sample_limit", "limit"])
 def list_kernel(
-    kept_ptr,
+    marks_ptr,
     state_ptr,
     list_ptr,
     offset_ptr,
@@ -371,18 +370,18 @@ def list_kernel(
     b = tl.program_id(0).to(tl.int64)
     start = sequence_offset(offset_ptr, b, B, uniform_length, UNIFORM)
     # the scores of a sequence without tokens are written by the packing kernel
-    any_token = start < sequence_offset(offset_ptr, b + 1, B, uniform_length, UNIFORM)
-    if any_token & runs_screened(state_ptr, sample_limit, limit):
+    has_tokens = start < sequence_offset(offset_ptr, b + 1, B, uniform_length, UNIFORM)
+    if has_tokens & runs_screened(state_ptr, sample_limit, limit):
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         offs = b * V + v
-        marked = tl.load(kept_ptr + offs, mask=v < V, other=0).to(tl.int32)
-        none = (v < V) & (marked == 0)
-        tl.store(out_ptr + offs, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=none)
+        marked = tl.load(marks_ptr + offs, mask=v < V, other=0).to(tl.int32)
+        unmarked = (v < V) & (marked == 0)
+        tl.store(out_ptr + offs, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=unmarked)
         if WITH_WINNERS:
             tl.store(
                 winner_ptr + offs,
                 tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty),
-                mask=none,
+                mask=unmarked,
             )
         total = tl.sum(marked)
         if total > 0:
@@ -467,11 +466,11 @@ def refine_kernel(
                         acc = acc * logit_scale
                     acc = tl.where((row < end)[None, :], acc, float("-inf"))
                     tile_best = tl.reduce(acc, 1, nan_max)
-                    tile_place = tl.min(
+                    tile_winner = tl.min(
                         tl.where(acc == tile_best[:, None], column[None, :], BLOCK_T),
                         axis=1,
                     )
-                    best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
+                    best, winner = merge(best, winner, tile_best, r0 + tile_winner, WITH_WINNERS)
                 scale, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
                 store_scores(
                     best,

@@ -16,7 +16,7 @@ from tilefold.ops.lsr_head._triton.max_forward_hopper import (
     _load_tiles,
     _multiply_tile,
 )
-from tilefold.ops.lsr_head._triton.screen import KEPT, TOO_MANY, stays
+from tilefold.ops.lsr_head._triton.screen import N_MARKED, N_SAMPLED, may_be_positive
 from tilefold.ops.lsr_head._triton.sequences import column_terms, sequence_offset, split_tiles_of
 
 LOWEST = gl.constexpr(-2147483648)
@@ -29,7 +29,7 @@ def _larger(a, b):
 
 
 @gluon.jit
-def _keep(
+def _mark(
     best,
     offs_v,
     mask_v,
@@ -37,7 +37,7 @@ def _keep(
     state_ptr,
     terms_ptr,
     bias,
-    kept_ptr,
+    marks_ptr,
     B,
     V,
     logit_scale,
@@ -45,7 +45,7 @@ def _keep(
     HAS_BIAS: gl.constexpr,
 ):
     """Mark the scores of a sequence that may be positive, and return how many there are."""
-    stay = stays(
+    positive = may_be_positive(
         best,
         offs_v,
         mask_v,
@@ -60,11 +60,11 @@ def _keep(
         HAS_BIAS,
     )
     gl.store(
-        kept_ptr + seq.to(gl.int64) * V + offs_v,
+        marks_ptr + seq.to(gl.int64) * V + offs_v,
         gl.full([HALF_V], 1, gl.int8, layout=offs_v.type.layout),
-        mask=stay,
+        mask=positive,
     )
-    return gl.sum(stay.to(gl.int32), axis=0)
+    return gl.sum(positive.to(gl.int32), axis=0)
 
 
 @gluon.jit
@@ -92,7 +92,7 @@ def _fold_tiles(
         terms_ptr,
         bias_ptr,
         offset_ptr,
-        kept_ptr,
+        marks_ptr,
         B,
         V,
         n_rows,
@@ -138,12 +138,13 @@ def _fold_tiles(
             )
             r0 = t * BLOCK_T
             r1 = gl.minimum(r0 + BLOCK_T, n_rows)
-            more = True
+            has_next = True
+            # Case 1: all tokens of the tile belong to one sequence.
             if (start <= r0) & (end >= r0 + BLOCK_T):
                 best = gl.maximum(best, gl.reduce(acc, 1, _larger))
-                more = end == r1
-                if more:
-                    n_marked += _keep(
+                has_next = end == r1
+                if has_next:
+                    n_marked += _mark(
                         best,
                         offs_v,
                         mask_v,
@@ -151,7 +152,7 @@ def _fold_tiles(
                         state_ptr,
                         terms_ptr,
                         bias,
-                        kept_ptr,
+                        marks_ptr,
                         B,
                         V,
                         logit_scale,
@@ -162,6 +163,7 @@ def _fold_tiles(
                     start = end
                     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                     best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
+            # Case 2: several sequences share the tile. Each begins at a multiple of GROUP.
             else:
                 grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
                 group_best = gl.reduce(gl.reduce(grouped, 4, _larger), 2, _larger)
@@ -170,7 +172,7 @@ def _fold_tiles(
                     gl.SliceLayout(2, group_best.type.layout),
                 )
                 groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
-                while more:
+                while has_next:  # the sequences of the tile, one after another
                     inside = gl.expand_dims(
                         gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0),
                         2,
@@ -180,10 +182,10 @@ def _fold_tiles(
                         best,
                         gl.convert_layout(gl.reduce(seq_best, 1, _larger), column),
                     )
-                    more = end <= r1
-                    if more:
+                    has_next = end <= r1  # the sequence ends here: mark it, and take the next one
+                    if has_next:
                         if end > start:
-                            n_marked += _keep(
+                            n_marked += _mark(
                                 best,
                                 offs_v,
                                 mask_v,
@@ -191,7 +193,7 @@ def _fold_tiles(
                                 state_ptr,
                                 terms_ptr,
                                 bias,
-                                kept_ptr,
+                                marks_ptr,
                                 B,
                                 V,
                                 logit_scale,
@@ -202,10 +204,10 @@ def _fold_tiles(
                         start = end
                         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                         best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
-                        more = seq < B
+                        has_next = seq < B
         # a sequence that continues in the next split is marked there too
         if (start < t1 * BLOCK_T) & (seq < B):
-            n_marked += _keep(
+            n_marked += _mark(
                 best,
                 offs_v,
                 mask_v,
@@ -213,14 +215,14 @@ def _fold_tiles(
                 state_ptr,
                 terms_ptr,
                 bias,
-                kept_ptr,
+                marks_ptr,
                 B,
                 V,
                 logit_scale,
                 D,
                 HAS_BIAS,
             )
-    gl.atomic_add(state_ptr + KEPT, n_marked, sem="relaxed")
+    gl.atomic_add(state_ptr + N_MARKED, n_marked, sem="relaxed")
 
 
 @gluon.jit(
@@ -242,7 +244,7 @@ def screen_hopper_kernel(
     terms_ptr,
     bias_ptr,
     offset_ptr,
-    kept_ptr,
+    marks_ptr,
     B,
     V,
     T,
@@ -268,7 +270,7 @@ def screen_hopper_kernel(
         rows_desc: TMA descriptor of the int8 token states ``[T, D]``.
         state_ptr: state of the screen; the counter of all scores is added to.
         terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``.
-        kept_ptr: marks ``[B, V]``; written.
+        marks_ptr: marks ``[B, V]``; written.
     """
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
@@ -276,7 +278,7 @@ def screen_hopper_kernel(
         n_rows = gl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
     n_items = gl.cdiv(V, 2 * HALF_V) * gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_items)
+    n_items = gl.where(gl.load(state_ptr + N_SAMPLED) > sample_limit, 0, n_items)
     w_ring = gl.allocate_shared_memory(
         weight_desc.dtype,
         [2 * STAGES, HALF_V, BLOCK_K],
@@ -301,7 +303,7 @@ def screen_hopper_kernel(
         terms_ptr,
         bias_ptr,
         offset_ptr,
-        kept_ptr,
+        marks_ptr,
         B,
         V,
         n_rows,

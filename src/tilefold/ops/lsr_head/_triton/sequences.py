@@ -63,7 +63,6 @@ def store_scores(
     WITH_WINNERS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    # If a logit is NaN, the token that gets the gradient must not depend on the splits.
     """Store the scores of a sequence, and the positions of its winners.
 
     Args:
@@ -81,6 +80,7 @@ def store_scores(
         V: columns of the scores.
     """
     if WITH_WINNERS:
+        # The token that gets the gradient of a NaN is the first, however tokens are split.
         winner = tl.where(best == best, winner, start)
     if QUANTIZED:
         best *= scale

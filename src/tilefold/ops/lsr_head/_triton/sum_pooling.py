@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import activate, gradient_from_logit
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_whole
+from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_valid
 
 
 @triton.jit
@@ -28,9 +28,9 @@ def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "N"])
-def check_offsets_kernel(cu_ptr, ok_ptr, B, N):
-    """Write whether ``cu_seqlens`` is valid (1 or 0) to ``ok_ptr``."""
-    tl.store(ok_ptr, offsets_are_whole(cu_ptr, B, N).to(tl.int32))
+def check_offsets_kernel(cu_ptr, valid_ptr, B, N):
+    """Write whether ``cu_seqlens`` is valid (1 or 0) to ``valid_ptr``."""
+    tl.store(valid_ptr, offsets_are_valid(cu_ptr, B, N).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["uniform_length", "N", "logit_scale"])
@@ -40,7 +40,7 @@ def sum_forward_kernel(
     bias_ptr,
     mask_ptr,
     cu_ptr,
-    ok_ptr,
+    valid_ptr,
     out_ptr,
     V,
     N,
@@ -67,7 +67,7 @@ def sum_forward_kernel(
         bias_ptr: ``[V]``, if HAS_BIAS.
         mask_ptr: mask ``[B, S]``, if HAS_MASK.
         cu_ptr: offsets ``[B + 1]``, unless UNIFORM.
-        ok_ptr: whether the offsets are valid; if not, scores are NaN.
+        valid_ptr: whether the offsets are valid; if not, scores are NaN.
         out_ptr: scores ``[B, V]``; written.
         uniform_length: length of all sequences, if UNIFORM.
         MEAN: whether sums are divided by the number of valid tokens.
@@ -105,7 +105,7 @@ def sum_forward_kernel(
     if MEAN:
         total = total / tl.maximum(count, 1).to(tl.float32)
     if not UNIFORM:  # invalid cu_seqlens must not give a plausible number
-        total = tl.where(tl.load(ok_ptr) != 0, total, float("nan"))
+        total = tl.where(tl.load(valid_ptr) != 0, total, float("nan"))
     tl.store(
         out_ptr + b.to(tl.int64) * V + offs_v,
         total.to(out_ptr.dtype.element_ty),
@@ -114,12 +114,12 @@ def sum_forward_kernel(
 
 
 @triton.jit
-def _clear(dlogits_ptr, first, last, offs, mask_v, stride_out, BLOCK_T: tl.constexpr):
-    """Write zeros to the rows from ``first`` to ``last``."""
-    for r0 in range(first, last, BLOCK_T):
+def _clear(dlogits_ptr, first_row, end_row, offs, mask_v, stride_out, BLOCK_T: tl.constexpr):
+    """Write zeros to the rows from ``first_row`` to ``end_row``."""
+    for r0 in range(first_row, end_row, BLOCK_T):
         r = r0 + tl.arange(0, BLOCK_T)
-        at = dlogits_ptr + r.to(tl.int64)[:, None] * stride_out + offs[None, :]
-        tl.store(at, 0.0, mask=(r < last)[:, None] & mask_v[None, :])
+        pointers = dlogits_ptr + r.to(tl.int64)[:, None] * stride_out + offs[None, :]
+        tl.store(pointers, 0.0, mask=(r < end_row)[:, None] & mask_v[None, :])
 
 
 @triton.jit
@@ -234,9 +234,8 @@ def dlogits_kernel(
             count = 0
             for t0 in range(0, length, 1024):
                 s = t0 + tl.arange(0, 1024)
-                count += tl.sum(
-                    (tl.load(mask_ptr + start + s, mask=s < length, other=0) != 0).to(tl.int32),
-                )
+                mask = tl.load(mask_ptr + start + s, mask=s < length, other=0)
+                count += tl.sum((mask != 0).to(tl.int32))
         grad = grad / tl.maximum(count, 1).to(tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     for t0 in range(0, length, BLOCK_T):
