@@ -222,6 +222,30 @@ def test_shapes_that_do_not_fit_are_refused(
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_operands_are_cast_under_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    # Under autocast, a linear layer returns values in 16 bits, and rotary embeddings return queries
+    # and keys in fp32.
+    (query, key, value), offsets = pack(torch.float32, device, dim=64, heads=6, key_heads=2)
+    with torch.autocast(device.type, dtype):
+        out = packed_softmax_attention(query, key, value.to(dtype), offsets, max(LENGTHS))
+    cast = [tensor.to(dtype) for tensor in (query, key, value)]
+    expected = packed_softmax_attention(*cast, offsets, max(LENGTHS))
+    assert out.dtype == dtype
+    assert torch.equal(out, expected)
+    for gradient in torch.autograd.grad(out.sum(), [query, key, value]):
+        assert gradient.dtype == torch.float32
+        assert torch.isfinite(gradient).all()
+
+
+def test_operands_of_several_dtypes_are_refused_without_autocast() -> None:
+    rows = torch.zeros(4, 2, 8)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"dtype of query \(float32\), got float32 and bfloat16"):
+        packed_softmax_attention(rows, rows, rows.bfloat16(), offsets, 4)
+
+
 def test_offsets_of_another_dtype_are_refused() -> None:
     rows = torch.zeros(4, 2, 8)
     offsets = torch.tensor([0, 4])

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from tilefold.ops._shared.autocast import autocast_dtype
+from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.fallback import FallbackWarning
 from tilefold.ops._shared.internals import (
     AttentionOptions,
@@ -50,6 +52,9 @@ def packed_softmax_attention(
     multiple of 8, other devices) the sequences are padded within this function. No path
     synchronises with the GPU.
 
+    Under autocast, query, key and value are cast to its dtype first, as
+    ``scaled_dot_product_attention`` does. Rotary embeddings leave query and key in fp32 there.
+
     Args:
         query: ``[T, H, D]`` floating, of any strides.
         key: ``[T, Hkv, D]``. Hkv divides H: consecutive heads of ``query`` share a head of ``key``
@@ -63,12 +68,14 @@ def packed_softmax_attention(
         dropout_p: probability that a weight is dropped.
 
     Returns:
-        ``[T, H, D]`` in the dtype of ``query``.
+        ``[T, H, D]`` in the dtype of ``query``, or of autocast.
 
     Raises:
         ValueError: if a shape is wrong, or the offsets are not int32.
+        TypeError: if the dtypes differ without autocast.
     """
     _check_shapes(query, key, value)
+    query, key, value = _in_one_dtype(query, key, value)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
             f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape "
@@ -109,6 +116,31 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             "query must be [T, H, D], and key and value must have one shape [T, Hkv, D], where Hkv "
             f"divides H, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}.",
         )
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    """Return query, key and value in the dtype of autocast, or as they are without autocast.
+
+    Torch's variable-length kernels neither cast their operands nor compare their dtypes.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hkv, D]``.
+        value: ``[T, Hkv, D]``.
+
+    Raises:
+        TypeError: if the dtypes differ without autocast.
+    """
+    autocast = autocast_dtype(query, key, value)
+    if autocast is not None:
+        return query.to(autocast), key.to(autocast), value.to(autocast)
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"key and value must have the dtype of query ({dtype_name(query.dtype)}), got "
+            f"{dtype_name(key.dtype)} and {dtype_name(value.dtype)}; cast them, or run under "
+            "torch.autocast.",
+        )
+    return query, key, value
 
 
 def token_positions(cu_seqlens: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:

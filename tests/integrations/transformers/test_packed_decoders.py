@@ -414,3 +414,21 @@ def test_packed_texts_on_a_gpu_are_as_near_as_padded_ones_without_synchronizatio
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_as_near_as_padded(with_gradients(model, logits), padded, exact, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_packed_texts_under_autocast_on_a_gpu_are_as_near_as_padded_ones(
+    kind: str,
+    dtype: torch.dtype,
+) -> None:
+    model = decoder(kind).to("cuda", torch.float32)
+    exact_model = copy.deepcopy(model).double()
+    texts = [text for text in sequences(LENGTHS, "cuda") if len(text) > 0]
+    exact = with_gradients(exact_model, logits_one_at_a_time(exact_model, texts))
+    with torch.autocast("cuda", dtype):
+        padded = with_gradients(model, padded_logits(model, texts, "right"))
+        assert use_packed(model) is None
+        packed = with_gradients(model, packed_logits(model, texts))
+    assert_as_near_as_padded(packed, padded, exact, dtype)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.autocast import autocast_dtype
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -82,7 +83,9 @@ def check_arguments(
         max_seqlen_k=longest,
         support=bool(return_stats),
     )
-    autocast = _autocast_dtype(q, k, v)
+    autocast = autocast_dtype(q, k, v)
+    if q.dtype == k.dtype == v.dtype == autocast:
+        autocast = None  # nothing to cast
     alpha_is_per_head = tensors.alpha is None or tensors.alpha.shape == (q.size(1),)
     if autocast is None and alpha_is_per_head:
         return Checked(options, None)
@@ -242,16 +245,3 @@ def _check_dropout(dropout_p: float) -> float:
     ):
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}.")
     return float(dropout_p)
-
-
-def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast casts q, k and v to, or ``None`` if nothing is cast."""
-    device_type = q.device.type
-    if (
-        q.dtype == torch.float64
-        or device_type == "meta"
-        or not torch.is_autocast_enabled(device_type)
-    ):
-        return None
-    dtype = torch.get_autocast_dtype(device_type)
-    return None if q.dtype == k.dtype == v.dtype == dtype else dtype

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.activation import ACTIVATIONS
+from tilefold.ops._shared.autocast import autocast_dtype
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -177,12 +178,9 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     Raises:
         TypeError: if the two differ without autocast.
     """
-    if (
-        hidden.dtype != torch.float64
-        and not hidden.is_meta  # the meta device has no autocast state
-        and torch.is_autocast_enabled(hidden.device.type)
-    ):
-        return torch.get_autocast_dtype(hidden.device.type)
+    autocast = autocast_dtype(hidden)
+    if autocast is not None:
+        return autocast
     if weight.dtype != hidden.dtype:
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got "

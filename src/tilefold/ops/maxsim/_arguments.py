@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tilefold.ops._shared.autocast import autocast_dtype
 from tilefold.ops._shared.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -89,7 +90,7 @@ def check_arguments(
         dtypes=QUANTIZED_DTYPES if quantized else FLOAT_DTYPES,
     )
     _check_sides_agree(tensors)
-    autocast = None if quantized else _autocast_dtype(tensors.queries, tensors.documents)
+    autocast = None if quantized else _cast_dtype(tensors.queries, tensors.documents)
     _check_counts(pairing_name, tensors)
     options = MaxSimOptions(
         pairing=pairing_name,
@@ -236,19 +237,15 @@ def _check_sides_agree(tensors: MaxSimTensors) -> None:
     )
 
 
-def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
+def _cast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast casts to, or ``None`` if it casts nothing.
 
     Raises:
         TypeError: if nothing is cast, and queries and documents differ in dtype.
     """
-    device_type = queries.device.type
-    if (
-        torch.float64 not in (queries.dtype, documents.dtype)  # autocast leaves fp64 alone
-        and device_type != "meta"  # torch has no autocast state for it
-        and torch.is_autocast_enabled(device_type)
-    ):
-        return torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(queries, documents)
+    if dtype is not None:
+        return dtype
     if documents.dtype != queries.dtype:
         raise TypeError(
             f"documents must have the dtype of queries ({dtype_name(queries.dtype)}), got "
