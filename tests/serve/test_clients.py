@@ -361,7 +361,9 @@ def test_pipelines_of_haystack_find_and_survive_a_file(
         as_dict(query),
         rel=2e-2,
     )
-    refused(ValueError, "expected a folder or a name to store the pipeline", here.to_dict)
+    refused(
+        ValueError, "expected a folder or a name, which a saved pipeline can store", here.to_dict
+    )
 
 
 def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(
