@@ -258,9 +258,10 @@ def prepare_pages(
         EncodingStep(0, pages, range(start, min(start + batch_size, len(pages))))
         for start in range(0, len(pages), batch_size)
     ]
-    for _, prepared in prepare_ahead(model, steps, DEFAULT_DPI, n_workers):
-        if prepared is None or prepared.failures:
-            raise RuntimeError("some pages could not be prepared")
+    with prepare_ahead(model, steps, DEFAULT_DPI, n_workers) as prepared_steps:
+        for _, prepared in prepared_steps:
+            if prepared is None or prepared.failures:
+                raise RuntimeError("some pages could not be prepared")
 
 
 def check_vectors(model: Any, contents: dict[str, Any], output: Path) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "PrecisionWarning",
     "RankError",
     "VocabularyMismatchError",
+    "WorkerError",
 ]
 
 
@@ -55,3 +56,7 @@ class PrecisionWarning(UserWarning):
 
 class MissingPackageError(ImportError):
     """An optional package is needed; the message says how to install it."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process was killed, for example by the system because memory is short."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +38,23 @@ from tilefold.retrieval.encoding.pages import (
 from tilefold.retrieval.vectors.tokens import TokenVectorWriter
 from tilefold.testing.page_models import save_page_model
 
+
+@dataclass
+class SlowImport:
+    """An import that lasts until it is released.
+
+    Attributes:
+        process: process in which the import is slow.
+        started: whether it has begun.
+        release: ends it.
+    """
+
+    process: int
+    started: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+SLOW_IMPORT = SlowImport(0)  # which a test replaces, and a module reads
 CPU_MODEL: Any = SimpleNamespace(device="cpu")  # for processors that a test replaces
 
 
@@ -60,7 +80,8 @@ def colpali(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def prepared_batch(model: Any, pages: Sequence[Page], n_workers: int) -> PreparedPages:
     """Prepare pages as one batch."""
     step = EncodingStep(0, pages, range(len(pages)))
-    ((_, prepared),) = prepare_ahead(model, [step], 150, n_workers)
+    with prepare_ahead(model, [step], 150, n_workers) as prepared_steps:
+        ((_, prepared),) = prepared_steps
     assert prepared is not None
     return prepared
 
@@ -137,17 +158,77 @@ def test_a_worker_computes_with_one_thread(
     assert prepared.groups[0][1]["threads"].tolist() == [1] * len(pages)
 
 
+@pytest.mark.parametrize("fails_in_test_process", [True, False])
 def test_a_worker_that_cannot_be_started_is_the_reason_of_the_error(
     colpali: Any,
     pages: list[Page],
     monkeypatch: pytest.MonkeyPatch,
+    fails_in_test_process: bool,
 ) -> None:
-    def fail() -> int:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    test_process = os.getpid()
+    fork = os.fork
 
-    monkeypatch.setattr(os, "fork", fail)
+    def fail_in_one_process() -> int:
+        is_test_process = os.getpid() == test_process  # or the template from which workers come
+        if is_test_process == fails_in_test_process:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fail_in_one_process)
     with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
         prepared_batch(colpali, pages, n_workers=2)
+
+
+def test_a_worker_can_import_what_another_thread_is_importing(
+    pages: list[Page],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The import in this process lasts until it is released. A worker does not wait.
+    (tmp_path / "slow_module.py").write_text(
+        "import importlib, os\n"
+        "test = importlib.import_module('tests.retrieval.encoding.test_page_workers')\n"
+        "if os.getpid() == test.SLOW_IMPORT.process:\n"
+        "    test.SLOW_IMPORT.started.set()\n"
+        "    test.SLOW_IMPORT.release.wait(60)\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "SLOW_IMPORT", SlowImport(os.getpid()))
+    importing = threading.Thread(target=importlib.import_module, args=("slow_module",))
+
+    def import_and_count(_model: Any, images: Sequence[Any], *_: Any) -> dict[str, Any]:
+        if os.getpid() != SLOW_IMPORT.process:
+            importlib.import_module("slow_module")
+        return {"pages": torch.zeros(len(images))}
+
+    def steps() -> Iterator[EncodingStep]:
+        assert SLOW_IMPORT.started.wait(60)
+        yield EncodingStep(0, pages, range(len(pages)))
+
+    monkeypatch.setattr(page_encoding, "image_features", import_and_count)
+    with prepare_ahead(CPU_MODEL, steps(), 150, n_workers=1) as prepared_steps:
+        importing.start()
+        try:
+            ((_, prepared),) = prepared_steps
+        finally:
+            SLOW_IMPORT.release.set()
+            importing.join()
+
+    assert prepared is not None
+    assert [positions for positions, _ in prepared.groups] == [list(range(len(pages)))]
+
+
+def test_an_error_of_a_worker_is_raised_in_its_parent(
+    pages: list[Page],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(page_encoding, "image_features", lambda *_: {"x": torch.zeros(1)})
+    monkeypatch.setattr(SharedBuffer, "write", fail)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        prepared_batch(CPU_MODEL, pages, n_workers=2)
 
 
 @pytest.mark.parametrize(

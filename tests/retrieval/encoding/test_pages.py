@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,14 @@ from tilefold.retrieval.data.collection import Content
 from tilefold.retrieval.data.pages import pdfium_lock
 from tilefold.retrieval.encoding import page_workers
 from tilefold.retrieval.encoding import pages as page_encoding
-from tilefold.retrieval.encoding.page_workers import (
-    PageWorker,
-    PendingStep,
-    default_page_workers,
-)
+from tilefold.retrieval.encoding.page_workers import default_page_workers, prepare_ahead
 from tilefold.retrieval.encoding.pages import (
     EncodingStep,
     PageBatch,
     PagePreparation,
     encode_images,
 )
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import DataError, WorkerError
 from tilefold.testing.page_models import ARCHITECTURES, save_page_model
 from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
 
@@ -248,21 +245,43 @@ def test_worker_processes_give_the_same_bytes(
         assert alone.read_bytes() == shared.read_bytes()
 
 
-def test_a_page_that_ends_its_worker_does_not_lose_the_others(
+def end_process_at(
+    fatal_page: Content,
+    end_signal: signal.Signals,
+    *,
+    once: Path | None = None,
+) -> Callable[..., Any]:
+    """Return a replacement of `Page.image` that ends the process at a page.
+
+    Args:
+        fatal_page: the page.
+        end_signal: the signal that ends the process.
+        once: a file that is created the first time; later the page is decoded. None ends the
+            process every time.
+    """
+    page_image = Page.image
+    test_process = os.getpid()
+
+    def image(page: Page, *arguments: Any) -> Any:
+        if page == fatal_page and not (once and once.exists()):
+            assert os.getpid() != test_process
+            if once:
+                once.touch()
+            faulthandler.disable()  # prints nothing
+            os.kill(os.getpid(), end_signal)
+        return page_image(page, *arguments)
+
+    return image
+
+
+def test_a_page_that_crashes_its_worker_does_not_lose_the_others(
     models: dict[str, Any],
     contents: dict[str, Content],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    page_image = Page.image
     fatal_id = list(contents)[2]
-
-    def end_the_process(page: Page, *arguments: Any) -> Any:
-        if page == contents[fatal_id]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return page_image(page, *arguments)
-
-    monkeypatch.setattr(Page, "image", end_the_process)
+    monkeypatch.setattr(Page, "image", end_process_at(contents[fatal_id], signal.SIGSEGV))
 
     manifest = encode_tokens(
         models["colpali"],
@@ -273,11 +292,59 @@ def test_a_page_that_ends_its_worker_does_not_lose_the_others(
     )
 
     assert list(manifest.failed) == [fatal_id]
-    assert "has ended its process" in manifest.failed[fatal_id]
+    assert "has ended its process (SIGSEGV)" in manifest.failed[fatal_id]
     assert manifest.n_documents == len(contents) - 1
 
 
-def test_a_worker_that_is_started_while_a_pdf_is_rendered_can_render_another(
+def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_a_remedy(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fatal_page = list(contents.values())[2]
+    monkeypatch.setattr(Page, "image", end_process_at(fatal_page, signal.SIGKILL))
+
+    with (
+        pytest.warns(UserWarning, match="was killed"),
+        pytest.raises(WorkerError, match=r"killed \(SIGKILL\) at page .* Fewer workers"),
+    ):
+        encode_tokens(
+            models["colpali"],
+            contents,
+            tmp_path / "vectors",
+            batch_size=2,
+            page_workers=2,
+        )
+
+
+def test_pages_of_a_worker_that_was_killed_once_are_decoded_again(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killing_image = end_process_at(
+        list(contents.values())[2],
+        signal.SIGKILL,
+        once=tmp_path / "killed",
+    )
+    monkeypatch.setattr(Page, "image", killing_image)
+
+    with pytest.warns(UserWarning, match=r"was killed \(SIGKILL\), as happens when memory is"):
+        manifest = encode_tokens(
+            models["colpali"],
+            contents,
+            tmp_path / "vectors",
+            batch_size=2,
+            page_workers=2,
+        )
+
+    assert not manifest.failed
+    assert manifest.n_documents == len(contents)
+
+
+def test_workers_that_are_started_while_a_pdf_is_rendered_can_render_another(
     models: dict[str, Any],
     contents: dict[str, Content],
 ) -> None:
@@ -286,13 +353,10 @@ def test_a_worker_that_is_started_while_a_pdf_is_rendered_can_render_another(
     pdfium_lock.acquire()  # as a thread that renders
     threading.Timer(0.1, pdfium_lock.release).start()
 
-    pending = PendingStep(EncodingStep(0, [page], [0]), part_size=None, pin_memory=False)
-    with PageWorker(PagePreparation(models["colqwen2"])) as worker:
-        worker.submit(PageBatch([0], [page]))
-        assert worker._results.poll(60)
-        worker.receive_into(pending)
+    step = EncodingStep(0, [page], [0])
+    with prepare_ahead(models["colqwen2"], [step], 150, n_workers=1) as prepared_steps:
+        ((_, prepared),) = prepared_steps
 
-    _, prepared = pending.result()
     assert prepared is not None
     assert not prepared.failures
     assert [positions for positions, _ in prepared.groups] == [[0]]

@@ -7,6 +7,7 @@ to memory that it shares with its parent, whose thread copies them into the tens
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import multiprocessing
@@ -14,11 +15,13 @@ import os
 import queue
 import signal
 import tempfile
+import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 import torch
@@ -34,12 +37,15 @@ from tilefold.retrieval.encoding.pages import (
     PagePreparation,
     PreparedPages,
     has_fixed_shapes,
+    picklable_error,
 )
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.encoding.worker_template import WorkerTemplate, describe_exit
+from tilefold.retrieval.errors import DataError, WorkerError
 
 __all__ = [
     "FeatureCollector",
-    "PageWorker",
+    "PageWorkers",
+    "PendingStep",
     "SharedBuffer",
     "default_page_workers",
     "prepare_ahead",
@@ -50,7 +56,13 @@ _MAX_WORKERS = 16
 _MIN_PAGES_FOR_WORKERS = 64
 _PAGES_PER_PART = 4
 _BUFFERS_PER_WORKER = 2  # parts of each worker that are in preparation or wait for their batch
-_PARENT_CHECK_SECONDS = 2.0  # time after which an idle worker checks whether its parent has ended
+# Exit codes of a worker that another process has killed. The system does so if memory is short. A
+# decoder that fails ends its process by other signals.
+_KILLED = (-signal.SIGTERM, -9)  # 9 is SIGKILL, which Windows does not have
+_LESS_MEMORY = (
+    "Fewer workers (page_workers, --page-workers) or a lower resolution (dpi, --dpi) take less "
+    "memory."
+)
 _ALIGNMENT = 64  # bytes, a cache line
 
 
@@ -71,16 +83,18 @@ def default_page_workers(n_pages: int) -> int:
     return max(1, min(n_cores - 1, _MAX_WORKERS))
 
 
+@contextmanager
 def prepare_ahead(
     model: Model,
     steps: Iterable[EncodingStep],
     dpi: int,
     n_workers: int,
-) -> Generator[tuple[EncodingStep, PreparedPages | None], None, None]:
+) -> Iterator[Iterator[tuple[EncodingStep, PreparedPages | None]]]:
     """Prepare the pages of steps in worker processes, while the caller encodes earlier ones.
 
     A thread takes the steps and receives the features from the workers, so that the caller waits
     only for features that are not ready yet. For a model on a GPU, features are in pinned memory.
+    Leaving the context ends the thread and the workers.
 
     Batches have the same features for every number of workers.
 
@@ -91,8 +105,8 @@ def prepare_ahead(
         n_workers: number of processes; 0 prepares each batch in this process when it is needed.
 
     Yields:
-        The steps in order, without pauses, and the features of their pages; None for a step
-        without pages.
+        An iterator over the steps in order, without pauses, and the features of their pages; None
+        for a step without pages.
     """
     preparation = PagePreparation(model, dpi)
     # A processor of dynamic shapes pads the pages of a batch to the largest one, so it must see all
@@ -101,23 +115,17 @@ def prepare_ahead(
     pin_memory = torch.device(getattr(model, "device", "cpu")).type == "cuda"
     pending_steps = (PendingStep(step, part_size, pin_memory) for step in steps)
     if not n_workers:
-        for pending in pending_steps:
-            if not pending.step.is_pause:
-                for part in pending.parts:
-                    pending.add(preparation.prepare(part))
-                yield pending.result()
+        yield _prepare_without_workers(pending_steps, preparation)
         return
-    with ExitStack() as stack:
-        workers = [PageWorker(preparation) for _ in range(n_workers)]
-        stack.callback(_close_workers, workers)
-        prefetcher = stack.enter_context(
-            Prefetcher(
-                _prepare_with_workers(pending_steps, workers),
-                depth=1,
-                name="tilefold-pages",
-            ),
-        )
-        yield from prefetcher
+    with (
+        PageWorkers(preparation, n_workers) as workers,  # forks before the thread starts
+        Prefetcher(
+            _prepare_with_workers(pending_steps, workers),
+            depth=1,
+            name="tilefold-pages",
+        ) as prefetcher,
+    ):
+        yield iter(prefetcher)
 
 
 class PendingStep:
@@ -157,9 +165,22 @@ class PendingStep:
         return self.step, self._collector.prepared() if self._has_pages else None
 
 
+def _prepare_without_workers(
+    pending_steps: Iterable[PendingStep],
+    preparation: PagePreparation,
+) -> Iterator[tuple[EncodingStep, PreparedPages | None]]:
+    """Prepare the pages of steps in this process, and yield the steps without pauses."""
+    for pending in pending_steps:
+        if pending.step.is_pause:
+            continue
+        for part in pending.parts:
+            pending.add(preparation.prepare(part))
+        yield pending.result()
+
+
 def _prepare_with_workers(
     pending_steps: Iterable[PendingStep],
-    workers: Sequence[PageWorker],
+    workers: PageWorkers,
 ) -> Iterator[tuple[EncodingStep, PreparedPages | None] | None]:
     """Submit the parts of steps to workers in turn, and yield complete steps in order.
 
@@ -171,7 +192,7 @@ def _prepare_with_workers(
         Each step with the features of its pages; None for a pause.
     """
     waiting_steps: deque[PendingStep] = deque()
-    parts_in_flight: deque[tuple[PageWorker, PendingStep]] = deque()
+    parts_in_flight: deque[tuple[_PageWorker, PendingStep]] = deque()
     next_workers = itertools.cycle(workers)
 
     def receive_oldest_part() -> None:
@@ -201,15 +222,7 @@ def _prepare_with_workers(
     while parts_in_flight:
         receive_oldest_part()
         yield from finished_steps()
-    _close_workers(workers)  # while the model computes the last batches
-
-
-def _close_workers(workers: Sequence[PageWorker]) -> None:
-    """End all processes at the same time, because each takes a while to release its memory."""
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.close()
+    workers.begin_close()  # while the model computes the last batches
 
 
 class FeatureCollector:
@@ -423,49 +436,84 @@ class _Task:
     buffer: int
 
 
-class PageWorker:
-    """A process that prepares parts of batches one after the other.
+class PageWorkers:
+    """Processes that prepare parts of batches, and share memory with this process.
 
-    The process is forked when it has its first part. It needs the model's processor and none of its
-    weights. If a page ends the process, as a decoder written in C may do, the page has failed, and
-    a new process continues.
+    They are forked from a template process, and have the model's processor. They need none of the
+    model's weights.
+
+    The template is forked here, by the caller's thread, before a prefetching thread starts. A
+    thread that forked later could do so while another thread imports a module.
 
     Args:
         preparation: decodes the pages.
+        n_workers: number of processes.
     """
 
-    def __init__(self, preparation: PagePreparation) -> None:
-        self._preparation = preparation
-        self._buffers = [SharedBuffer() for _ in range(_BUFFERS_PER_WORKER)]
-        self._free_buffers = deque(range(_BUFFERS_PER_WORKER))
-        self._pending: deque[_Task] = deque()
-        self._process: Any = None
+    def __init__(self, preparation: PagePreparation, n_workers: int) -> None:
+        buffers_of_workers = [
+            [SharedBuffer() for _ in range(_BUFFERS_PER_WORKER)] for _ in range(n_workers)
+        ]
+        with ExitStack() as stack:
+            for buffer in itertools.chain.from_iterable(buffers_of_workers):
+                stack.callback(buffer.close)
+            self._template = WorkerTemplate(
+                functools.partial(_prepare_tasks, buffers_of_workers, preparation),
+                fork_lock=pdfium_lock,
+            )
+            self._workers = [
+                _PageWorker(number, self._template, buffers)
+                for number, buffers in enumerate(buffers_of_workers)
+            ]
+            for worker in self._workers:
+                stack.callback(worker.disconnect)
+            stack.callback(self._template.close)
+            self._open_resources = stack.pop_all()
 
-    def _start(self) -> None:
-        """Fork a process that waits for tasks."""
-        context = multiprocessing.get_context("fork")
-        # A queue never blocks its writer, so that both sides cannot wait for one another.
-        self._tasks: Any = context.Queue()
-        self._results, results_of_process = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_prepare_tasks,
-            args=(
-                self._tasks,
-                results_of_process,
-                self._results,
-                self._buffers,
-                self._preparation,
-            ),
-            daemon=True,
-        )
-        with warnings.catch_warnings(), pdfium_lock:
-            # Python warns that a fork of a process with threads may deadlock. The new process does
-            # not use what these threads have locked, except PDFium, which no thread calls now.
-            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-            process.start()
-        self._process = process
-        # The process has the only end now, so that its death ends the connection.
-        results_of_process.close()
+    def __iter__(self) -> Iterator[_PageWorker]:
+        return iter(self._workers)
+
+    def begin_close(self) -> None:
+        """Let all processes end, without waiting for them."""
+        self._template.begin_close()
+
+    def close(self) -> None:
+        """End all processes, and release the buffers."""
+        self._open_resources.close()
+
+    def __enter__(self) -> PageWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _PageWorker:
+    """A process that prepares parts of batches one after the other.
+
+    The process starts when it has its first part. If it ends while it prepares pages, another
+    process prepares these pages again, one by one. A page that ends this process too, as a decoder
+    written in C may do, has failed. But if the processes were killed, the page may be sound and
+    memory too small, so that an error is raised.
+
+    Args:
+        number: number of the worker.
+        template: forks the process.
+        buffers: take the features of the parts.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        template: WorkerTemplate,
+        buffers: Sequence[SharedBuffer],
+    ) -> None:
+        self._number = number
+        self._template = template
+        self._buffers = buffers
+        self._free_buffers = deque(range(len(buffers)))
+        self._pending: deque[_Task] = deque()
+        self._connection: Connection | None = None
 
     @property
     def has_free_buffer(self) -> bool:
@@ -478,126 +526,167 @@ class PageWorker:
         Args:
             part: the pages. There must be a free buffer for their features.
         """
-        if self._process is None:
-            self._start()
         task = _Task(part, self._free_buffers.popleft())
         self._pending.append(task)
-        self._tasks.put(task)
+        self._send(task)
+
+    def _send(self, task: _Task) -> None:
+        """Send a task to the process, which is started if there is none."""
+        if self._connection is None:
+            self._connection = self._template.start_worker(self._number)
+        with suppress(OSError):  # the process has ended, which is noticed when it should answer
+            self._connection.send(task)
 
     def receive_into(self, pending: PendingStep) -> None:
-        """Add the features of the oldest pages that were submitted to a step, once prepared."""
+        """Add the features of the oldest pages that were submitted to a step, once prepared.
+
+        Raises:
+            WorkerError: if the process was killed twice while it prepared the same page.
+            OSError: if the process cannot be started.
+        """
         task = self._pending.popleft()
         prepared = self._receive(task)
-        if prepared is not None:
-            pending.add(prepared)
-        else:
-            self._restart()
-            pending.add(self._prepare_one_by_one(task))
+        if prepared is None:
+            exit_code = self._end()
+            if exit_code in _KILLED:
+                warnings.warn(
+                    f"a process that decodes pages was killed ({describe_exit(exit_code)}), as "
+                    f"happens when memory is short. Its pages are decoded again. {_LESS_MEMORY}",
+                    stacklevel=2,
+                )
+            prepared = self._prepare_one_by_one(task)
             for waiting_task in self._pending:
-                self._tasks.put(waiting_task)
+                self._send(waiting_task)
+        pending.add(prepared)
         self._free_buffers.append(task.buffer)
 
     def _receive(self, task: _Task) -> PreparedPages | None:
         """Wait for the features of a task; None if the process has ended instead.
 
         The features are tensors in the buffer of the task.
+
+        Raises:
+            Exception: if the process could not hand over the features, as when memory is short.
         """
+        if self._connection is None:
+            return None
         try:
-            prepared: PreparedPages = self._results.recv()
+            result: PreparedPages | Exception = self._connection.recv()
         except (EOFError, OSError):
             return None
+        if isinstance(result, Exception):
+            raise result
         buffer = self._buffers[task.buffer]
-        prepared.groups = [
-            (positions, _read_features(buffer, features)) for positions, features in prepared.groups
+        result.groups = [
+            (positions, _read_features(buffer, features)) for positions, features in result.groups
         ]
-        return prepared
+        return result
 
     def _prepare_one_by_one(self, task: _Task) -> PreparedPages:
-        """Prepare pages one by one, to find the one on which the process ends."""
+        """Prepare pages in another process, one by one, to find one that ends the process.
+
+        Raises:
+            WorkerError: if the process is killed.
+        """
         collector = FeatureCollector(len(task.pages.pages))
         for single_page in task.pages.divide(1):
             single_task = replace(task, pages=single_page)
-            self._tasks.put(single_task)
+            self._send(single_task)
             prepared = self._receive(single_task)
             if prepared is None:
-                self._restart()
-                (position,) = single_page.positions
-                (page,) = single_page.pages
-                error = DataError(
-                    f"{page.file}: decoding page {page.number} has ended its process. Replace the "
-                    "file, or leave it out.",
-                )
-                prepared = PreparedPages(failures={position: error})
+                prepared = self._failure_of(single_page, exit_code=self._end())
             collector.add(prepared)
         return collector.prepared()
 
-    def _restart(self) -> None:
-        """Replace a process that has ended."""
-        self._stop()
-        self._start()
+    def _failure_of(self, single_page: PageBatch, exit_code: int) -> PreparedPages:
+        """Return the failure of a page that has ended a process.
 
-    def _stop(self) -> None:
-        """End the process, which has nothing to save, and wait until it has ended."""
-        self.kill()
-        self._process.join()
-        self._process = None
-        self._tasks.close()
-        self._tasks.cancel_join_thread()
-        self._results.close()
+        Args:
+            single_page: the page.
+            exit_code: exit code of the process.
 
-    def kill(self) -> None:
-        """Tell the process, if there is one, to end at once."""
-        if self._process is not None:
-            self._process.kill()
+        Raises:
+            WorkerError: if the process was killed.
+        """
+        (position,) = single_page.positions
+        (page,) = single_page.pages
+        cause = describe_exit(exit_code)
+        if exit_code in _KILLED:
+            raise WorkerError(
+                f"a process that decodes pages was killed ({cause}) at page {page.number} of "
+                f"{page.file}, after another one had ended at the same pages. Probably memory is "
+                f"short. {_LESS_MEMORY} Finished shards are kept: encode into the same folder "
+                "again to resume.",
+            )
+        error = DataError(
+            f"{page.file}: decoding page {page.number} has ended its process ({cause}). Replace "
+            "the file, or leave it out.",
+        )
+        return PreparedPages(failures={position: error})
 
-    def close(self) -> None:
-        """End the process, and release the buffers. A second call does nothing."""
-        if self._process is not None:
-            self._stop()
-        for buffer in self._buffers:
-            buffer.close()
+    def _end(self) -> int:
+        """Wait until the process has ended, and return its exit code.
 
-    def __enter__(self) -> PageWorker:
-        return self
+        Raises:
+            OSError: if the process could not be started.
+        """
+        self.disconnect()
+        return self._template.end_worker(self._number)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def disconnect(self) -> None:
+        """Close the connection to the process, if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 def _prepare_tasks(
-    tasks: Any,
-    results: Any,
-    results_of_parent: Any,
-    buffers: Sequence[SharedBuffer],
+    buffers_of_workers: Sequence[Sequence[SharedBuffer]],
     preparation: PagePreparation,
+    number: int,
+    connection: Connection,
 ) -> None:
-    """Prepare the pages of tasks in a worker process, until its parent ends.
+    """Prepare the pages of tasks in a worker process, until its parent closes the connection.
 
     Args:
-        tasks: queue of tasks.
-        results: connection that takes a result for each task.
-        results_of_parent: the end of this connection that the parent reads.
-        buffers: take the features.
+        buffers_of_workers: the buffers of all workers.
         preparation: decodes the pages.
+        number: number of this worker.
+        connection: sends tasks, and takes a result for each one.
     """
-    pdfium_lock.release()  # held by the thread that has forked this process
-    # A copy of the reading end would keep the pipe open, so that writing to it could wait for ever
-    # after the parent has ended.
-    results_of_parent.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)  # there is a worker for each core
-    parent = os.getppid()
-    while os.getppid() == parent:
+    buffers = buffers_of_workers[number]
+    tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+    threading.Thread(target=_receive_tasks, args=(connection, tasks), daemon=True).start()
+    while True:
+        task = tasks.get()
+        result: PreparedPages | Exception
         try:
-            task: _Task = tasks.get(timeout=_PARENT_CHECK_SECONDS)
-        except queue.Empty:
-            continue
-        prepared = preparation.prepare(task.pages)
-        _write_features(buffers[task.buffer], prepared)
+            result = preparation.prepare(task.pages)
+            _write_features(buffers[task.buffer], result)
+        except Exception as error:  # errors of single pages are part of the result
+            result = picklable_error(error)
         try:
-            results.send(prepared)
-        except OSError:  # the parent has ended
+            connection.send(result)
+        except OSError:  # the parent has closed the connection
             return
+
+
+def _receive_tasks(connection: Connection, tasks: queue.SimpleQueue[_Task]) -> None:
+    """Receive tasks as soon as they are sent, in a thread, and end the process at the last one.
+
+    Otherwise the parent, which sends a task, and the worker, which sends a result, could wait for
+    one another.
+
+    Args:
+        connection: sends tasks.
+        tasks: queue of received tasks.
+    """
+    try:
+        while True:
+            tasks.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)  # nobody waits for further results
 
 
 def _write_features(buffer: SharedBuffer, prepared: PreparedPages) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "encodes_images",
     "has_fixed_shapes",
     "image_features",
+    "picklable_error",
     "pool_tokens",
     "prompt_of",
 ]
@@ -325,7 +326,7 @@ class PagePreparation:
             try:
                 images[position] = page.image(self._dpi)
             except Exception as error:
-                prepared.failures[position] = _picklable(error)
+                prepared.failures[position] = picklable_error(error)
 
         def features_of(positions: list[int]) -> dict[str, Any]:
             return image_features(self._model, [images[position] for position in positions])
@@ -333,13 +334,13 @@ class PagePreparation:
         if images:
             for positions, outcome in bisect_failures(list(images), features_of):
                 if isinstance(outcome, Exception):
-                    prepared.failures[positions[0]] = _picklable(outcome)
+                    prepared.failures[positions[0]] = picklable_error(outcome)
                 else:
                     prepared.groups.append((positions, outcome))
         return prepared
 
 
-def _picklable(error: Exception) -> Exception:
+def picklable_error(error: Exception) -> Exception:
     """Return an error that another process can read, of the same class if it is built in."""
     if type(error).__module__ == "builtins" or type(error) is DataError:
         with suppress(TypeError):  # some, such as UnicodeDecodeError, need more than a message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -272,18 +271,17 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         Yields:
             ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
         """
-        yield StreamStart()
         n_workers = self.encoding.page_workers
         if n_workers is None:
             n_pages = sum(isinstance(content, Page) for content in self.texts.values())
             n_workers = default_page_workers(n_pages)
-        prepared_steps = prepare_ahead(
+        with prepare_ahead(
             self.model,
             self._steps_of(windows),
             self.encoding.dpi,
             n_workers,
-        )
-        with closing(prepared_steps):
+        ) as prepared_steps:
+            yield StreamStart()  # workers decode the first pages meanwhile
             for step, prepared in prepared_steps:
                 if prepared is not None:
                     yield from self._encode_prepared(step, prepared)
