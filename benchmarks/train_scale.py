@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_scale --devices 1 --run splade --run curve-0 --output one
     python -m benchmarks.train_scale --devices 2 --run splade --run curve-0 --output two --one one
-    python -m benchmarks.train_scale --devices 2 --killed --output killed
+    python -m benchmarks.train_scale --devices 2 --killed --resume-devices 1 --output killed
 
 Timed: :func:`tilefold.recipes.train`, as `tilefold train` runs it, on made pairs of texts and a
 BERT-base without pretrained weights under bf16 autocast. Ranks are started as `--devices` starts
@@ -19,11 +19,13 @@ GPU.
 Gate: the log of `curve-SEED` is compared with that of one device. These runs train the packaged
 MiniLM without dropout for 60 steps of 128 pairs, in the order of the seed, with queries of words of
 their documents. A curve may not differ from the mean curve of one device by more than three
-standard deviations of one more seed, pooled over the log.
+standard deviations of one more seed, pooled over the log. `fresh-curve-SEED` trains two layers
+of fresh weights in place of MiniLM, for machines that have only a tokenizer (`--tokenizer`).
 
 `--killed` trains with `tilefold train --devices`, kills the second rank with signal 9 after the
 first checkpoint, reports how long the command takes to end and its error, and runs the same command
-again. `--device cpu --tiny` shows that all of it runs.
+again, with as many devices or with `--resume-devices`. `--killed decoder` trains all weights of a
+decoder with `fsdp` and `split_vocabulary`. `--device cpu --tiny` shows that all of it runs.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ SCALE = 30.0
 # seeds of curves, and allowed standard deviations of one more seed
 SEEDS = (0, 1, 2)
 SIGMAS = 3.0
+# of curves of fresh weights, whose vectors are dense
+FRESH_LEARNING_RATE = 5e-4
+FRESH_PENALTY = 1e-6
 # steps between two losses in the log of a curve
 CURVE_LOG_STEPS = 10
 # steps for which there are different pairs
@@ -85,6 +90,7 @@ class Setting:
         mini: the pairs of a forward pass, if a step has several. None if it has one.
         graphs: whether it uses CUDA graphs.
         seed: the seed of a curve. None for other runs.
+        fresh: whether a curve begins with fresh weights, and not with those of MiniLM.
         profiled: steps under the profiler, after the timed ones.
     """
 
@@ -95,6 +101,7 @@ class Setting:
     mini: int | None = None
     graphs: bool = False
     seed: int | None = None
+    fresh: bool = False
     profiled: int = 3
 
     @property
@@ -127,7 +134,16 @@ RUNS = {
     "splade-4096": Setting("splade", 4096, 2, 3, mini=512, profiled=1),
     "splade-4096-by-2048": Setting("splade", 4096, 2, 3, mini=2048, profiled=1),
     "splade-16384": Setting("splade", 16384, 1, 2, mini=1024, profiled=1),
-} | {f"curve-{seed}": Setting("splade", 128, 10, 50, seed=seed) for seed in SEEDS}
+}
+RUNS |= {f"curve-{seed}": Setting("splade", 128, 10, 50, seed=seed) for seed in SEEDS}
+RUNS |= {
+    f"fresh-curve-{seed}": Setting("splade", 128, 10, 50, seed=seed, fresh=True) for seed in SEEDS
+}
+# what `--killed` trains
+KILLED = ("splade", "decoder")
+# sizes of that decoder, and with --tiny: hidden, layers, heads, heads of keys and intermediate
+KILLED_DECODER = (1024, 16, 16, 8, 4096)
+TINY_KILLED_DECODER = (64, 2, 4, 2, 128)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,8 +193,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--killed",
-        action="store_true",
-        help="kill a rank of the command, and run it again",
+        nargs="?",
+        const="splade",
+        choices=KILLED,
+        help="kill a rank of the command that trains this, and run it again (default: splade)",
+    )
+    parser.add_argument(
+        "--resume-devices",
+        type=int,
+        help="devices of the command that resumes, by default those of the killed one",
     )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -200,6 +223,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder for train_scale.csv and profiles",
     )
     parser.add_argument("--one", type=Path, help="folder of the rows of one device")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder of a WordPiece tokenizer, by default that of the packaged MiniLM",
+    )
     return parser.parse_args(arguments)
 
 
@@ -221,10 +249,12 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
     batch = setting.batch if setting.is_curve else setting.batch * options.devices
     work = options.output / "work"
     with first_rank_first():
-        if setting.is_curve:
+        if setting.fresh:
+            base = make_small_without_dropout(work / "small", options.tokenizer)
+        elif setting.is_curve:
             base = make_minilm_without_dropout(work / "minilm")
         else:
-            base = make_base(work / "base", setting.kind, options.tiny)
+            base = make_base(work / "base", setting.kind, options.tiny, options.tokenizer)
     log_steps = CURVE_LOG_STEPS if setting.is_curve else options.log_steps
     recipe = make_recipe(setting, base, batch, log_steps)
     # the same pairs on any number of devices
@@ -238,7 +268,11 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
         mock.patch.object(StepGraphs, "_capture_or_fall_back", capture),
         mock.patch.object(StepGraphs, "__call__", clock.count_eager(StepGraphs.__call__)),
     ):
-        pairs = make_collection(n_pairs, queries_from_documents=setting.is_curve)
+        pairs = make_collection(
+            n_pairs,
+            queries_from_documents=setting.is_curve,
+            tokenizer_folder=options.tokenizer,
+        )
         train(recipe, pairs, work / name, progress=clock)
     if rank != 0:
         return {}
@@ -256,13 +290,19 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
     }
 
 
-def make_base(folder: Path, kind: str, tiny: bool) -> Path:
-    """Save an untrained BERT with the packaged tokenizer, unless it exists.
+def make_base(
+    folder: Path,
+    kind: str,
+    tiny: bool,
+    tokenizer_folder: Path | None = None,
+) -> Path:
+    """Save an untrained BERT with a tokenizer, unless it exists.
 
     Args:
         folder: begin of the folder's path. The kind follows.
         kind: ``"splade"`` or ``"colbert"``.
         tiny: whether the model is tiny.
+        tokenizer_folder: folder of the tokenizer. None for that of the packaged MiniLM.
 
     Returns:
         The folder.
@@ -284,7 +324,35 @@ def make_base(folder: Path, kind: str, tiny: bool) -> Path:
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
     auto.from_config(config).save_pretrained(folder)
-    load_tokenizer(None).save_pretrained(folder)
+    load_tokenizer(tokenizer_folder).save_pretrained(folder)
+    return folder
+
+
+def make_small_without_dropout(folder: Path, tokenizer_folder: Path | None) -> Path:
+    """Save a BERT of MiniLM's width with two layers and no dropout, unless it exists.
+
+    Args:
+        folder: the folder of the model, which is returned.
+        tokenizer_folder: folder of the tokenizer. None for that of the packaged MiniLM.
+    """
+    import torch
+    import transformers
+
+    if folder.exists():
+        return folder
+    config = transformers.BertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForMaskedLM
+    auto.from_config(config).save_pretrained(folder)
+    load_tokenizer(tokenizer_folder).save_pretrained(folder)
     return folder
 
 
@@ -328,6 +396,15 @@ def make_recipe(setting: Setting, base: Path, batch: int, log_steps: int) -> Any
     }
     if setting.kind == "colbert":
         return ColbertRecipe(**fields)
+    if setting.fresh:
+        fields["learning_rate"] = FRESH_LEARNING_RATE
+        return get_recipe(
+            "splade",
+            similarity_scale=SCALE / VOCAB_SIZE,
+            query_regularizer=FRESH_PENALTY,
+            document_regularizer=FRESH_PENALTY,
+            **fields,
+        )
     if setting.is_curve:
         return get_recipe("splade", **fields)
     return get_recipe(
@@ -339,16 +416,23 @@ def make_recipe(setting: Setting, base: Path, batch: int, log_steps: int) -> Any
     )
 
 
-def make_collection(count: int, *, queries_from_documents: bool = False) -> Any:
+def make_collection(
+    count: int,
+    *,
+    queries_from_documents: bool = False,
+    tokenizer_folder: Path | None = None,
+) -> Any:
     """Make a collection of pairs of random words, with documents of different lengths.
 
     Args:
         count: the number of pairs.
         queries_from_documents: whether queries are words of their documents.
+        tokenizer_folder: folder of the tokenizer that has the words. None for that of the packaged
+            MiniLM.
     """
     from tilefold.retrieval.data.collection import Collection, Document
 
-    pairs = made_pairs(load_tokenizer(None), count, ragged=True)
+    pairs = made_pairs(load_tokenizer(tokenizer_folder), count, ragged=True)
     query_texts = pairs["query"]
     if queries_from_documents:
         # the first, fourth and seventh word
@@ -531,9 +615,10 @@ def compare_with_one(
     if row.get("median_ms") and one_row.get("median_ms"):
         one_pairs_per_ms = float(one_row["batch"]) / float(one_row["median_ms"])
         cells["x_one_by_medians"] = row["batch"] / row["median_ms"] / one_pairs_per_ms
-    if name.startswith("curve"):
+    curve, _, seed = name.rpartition("-")
+    if curve.endswith("curve") and seed.isdigit():
         seed_curves = [
-            losses_of(seed_row) for run, seed_row in one_rows.items() if run.startswith("curve")
+            losses_of(seed_row) for run, seed_row in one_rows.items() if run.startswith(f"{curve}-")
         ]
         cells.update(compare_curves(losses_of(row), losses_of(one_row), seed_curves))
     return cells
@@ -590,8 +675,14 @@ def compare_curves(
 def kill_and_resume(options: argparse.Namespace) -> int:
     """Kill the second rank of a training, check how the command ends, and run it again.
 
+    Args:
+        options: the options of the command line.
+
     Returns:
         The exit code: 1 if the command did not report the signal, or did not resume.
+
+    Raises:
+        RuntimeError: if the command ended before its first checkpoint.
     """
     from tilefold.recipes.loading import newest_step
 
@@ -599,14 +690,23 @@ def kill_and_resume(options: argparse.Namespace) -> int:
     model_folder = work / "m"
     error_file = work / "errors"
     command = train_command(options, work, model_folder)
+    resume_devices = options.resume_devices or options.devices
     begin = time.perf_counter()
     with (
         error_file.open("wb") as log,
-        subprocess.Popen([*command, "--steps", "100000"], stderr=log) as process,  # noqa: S603
+        subprocess.Popen(  # noqa: S603
+            [*command, "--devices", str(options.devices)],
+            stderr=log,
+        ) as process,
     ):
         while not newest_step(model_folder) and process.poll() is None:
             time.sleep(0.05)
         seconds_to_checkpoint = time.perf_counter() - begin
+        if process.poll() is not None:
+            raise RuntimeError(
+                "the training must reach its first checkpoint, but it ended with code "
+                f"{process.returncode}: {error_file.read_text(errors='replace')[-2000:]}",
+            )
         first_step = newest_step(model_folder) or 0
         os.kill(rank_of(process.pid, 1), signal.SIGKILL)
         begin = time.perf_counter()
@@ -616,7 +716,7 @@ def kill_and_resume(options: argparse.Namespace) -> int:
     message = " ".join(line for line in lines if "Error" in line)
     saved_step = newest_step(model_folder) or 0
 
-    resume_command = [*command, "--steps", "100000", "--hours", "0.0005"]
+    resume_command = [*command, "--devices", str(resume_devices), "--hours", "0.0005"]
     begin = time.perf_counter()
     resumed = subprocess.run(  # noqa: S603
         resume_command,
@@ -631,13 +731,14 @@ def kill_and_resume(options: argparse.Namespace) -> int:
     passed = was_reported and went_on
     save(
         {
-            "run": "killed",
+            "run": "killed" if options.killed == "splade" else f"killed-{options.killed}",
             "devices": options.devices,
             "seconds_to_first_checkpoint": seconds_to_checkpoint,
             "seconds_to_end": seconds_to_end,
             "code": exit_code,
             "said": message[-400:],
             "kept_step": saved_step,
+            "again_devices": resume_devices,
             "again_seconds": resume_seconds,
             "again_step": resumed_step,
             "again_said": " ".join(resumed.stderr.split())[-200:],
@@ -651,24 +752,74 @@ def kill_and_resume(options: argparse.Namespace) -> int:
 def train_command(options: argparse.Namespace, work: Path, model_folder: Path) -> list[str]:
     """Make a collection and a base model, and return the command that trains on them.
 
+    The number of devices is left to the caller.
+
     Args:
         options: the options of the command line.
         work: the folder for both.
         model_folder: the folder for the trained model.
     """
-    make_collection(2048).save_beir(work / "data", overwrite=True)
-    base = make_base(work / "base", "splade", options.tiny)
-    command = [sys.executable, "-m", "tilefold.cli", "train", "--recipe", "splade", "--json"]
+    pairs = make_collection(2048, tokenizer_folder=options.tokenizer)
+    pairs.save_beir(work / "data", overwrite=True)
+    if options.killed == "decoder":
+        base = make_decoder_base(work / "base-decoder", options)
+        recipe = "causal-splade"
+        assignments = [
+            "document.lora=null",
+            "fsdp=true",
+            "split_vocabulary=true",
+            "gradient_checkpointing=true",
+            "max_length=256",
+        ]
+    else:
+        base = make_base(work / "base", "splade", options.tiny, options.tokenizer)
+        recipe = "splade"
+        assignments = []
+    command = [sys.executable, "-m", "tilefold.cli", "train", "--recipe", recipe, "--json"]
     command += ["--model", str(base)]
     command += ["--data", str(work / "data")]
     command += ["--output", str(model_folder)]
-    command += ["--devices", str(options.devices)]
     command += ["--batch-size", "16" if options.tiny else "256"]
+    command += ["--steps", "100000"]
     command += ["--save-steps", "20"]
     command += ["--lr", "2e-5"]
     command += ["--regularizer", "1e-3"]
-    command += ["--set", f"similarity_scale={SCALE / VOCAB_SIZE}"]
+    for assignment in [f"similarity_scale={SCALE / VOCAB_SIZE}", *assignments]:
+        command += ["--set", assignment]
     return command
+
+
+def make_decoder_base(folder: Path, options: argparse.Namespace) -> Path:
+    """Save a Llama of random weights with the tokenizer, and return the folder.
+
+    Args:
+        folder: the folder.
+        options: the options of the command line.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = TINY_KILLED_DECODER if options.tiny else KILLED_DECODER
+    hidden, layers, heads, key_heads, intermediate = sizes
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=101,
+        eos_token_id=102,
+    )
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        network = LlamaForCausalLM(config)
+    network.to(torch.bfloat16).save_pretrained(str(folder))
+    load_tokenizer(options.tokenizer).save_pretrained(str(folder))
+    return folder
 
 
 def rank_of(parent: int, rank: int) -> int:
