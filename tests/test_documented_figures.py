@@ -220,6 +220,24 @@ def test_steps_of_decoders_in_sentences(sentence: str, case: str, work: str, way
         check_figure(time, [float(row["p50_ms"])])
 
 
+def test_a_step_of_many_pairs_of_decoders_in_a_sentence() -> None:
+    text = page_path("performance.md").read_text(encoding="utf-8")
+    printed = re.search(r"a step of 1,024 pairs takes ([\d.]+) s and needs ([\d.]+) GiB", text)
+    assert printed
+    (row,) = matching_rows(H200, "decoders", case="llama-1b-cached", work="step of 1024 pairs")
+    seconds, gibibytes = printed.groups()
+    check_figure(seconds, [float(row["p50_ms"]) / 1000])
+    check_figure(gibibytes, [float(row["peak_gib"])])
+
+
+def test_the_rate_of_decoders_in_fp8_in_a_sentence() -> None:
+    text = page_path("performance.md").read_text(encoding="utf-8")
+    printed = re.search(r"tilefold encodes ([\d,]+) documents per second", text)
+    assert printed
+    (row,) = matching_rows(H200, "fp8_encoders", model="llama-1b", layers="compiled", dtype="fp8")
+    assert printed.group(1).replace(",", "") == row["docs_s"]
+
+
 def row_of_decoders(label: str) -> list[str]:
     """Return the cells of a row of the table of decoders, whose labels also begin other tables."""
     section = page_path("performance.md").read_text(encoding="utf-8").split("## Decoders")[1]
