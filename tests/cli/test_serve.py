@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 
 from tests import programs
 from tests.cli.program import fails
@@ -24,6 +26,8 @@ from tests.serve.running import Client, served, wait_until
 from tests.test_imports import HIDE, run_python
 from tilefold.cli._common import CommandError
 from tilefold.cli.serve import ServeRequest, _load_service
+from tilefold.recipes.backbone import minilm_path
+from tilefold.retrieval import DenseIndex, encode_dense_collection, open_dense
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.index.merging import update_index
@@ -94,18 +98,17 @@ def test_files_that_options_name_are_checked_before_the_server_listens(
     assert "cannot listen" not in outcome.err
 
 
-def test_the_index_is_searched_once_before_the_server_is_ready(
+def test_the_index_is_searched_in_every_thread_before_the_server_is_ready(
     shared: Path,
     masked_lm: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first search may copy the index to a GPU, for which no request should wait."""
-    n_searches = 0
+    """The first search may copy the index to a GPU, and each thread needs handles of its own."""
+    thread_names: list[str] = []
     rank = Searcher.rank
 
-    def count_and_rank(searcher: Searcher, *arguments: Any) -> Any:
-        nonlocal n_searches
-        n_searches += 1
+    def record_and_rank(searcher: Searcher, *arguments: Any) -> Any:
+        thread_names.append(threading.current_thread().name)
         return rank(searcher, *arguments)
 
     def fail(searcher: Searcher, *arguments: Any) -> Any:
@@ -113,13 +116,30 @@ def test_the_index_is_searched_once_before_the_server_is_ready(
 
     request = ServeRequest(model=masked_lm, index=shared / "index")
     stages: list[str] = []
-    monkeypatch.setattr(Searcher, "rank", count_and_rank)
+    monkeypatch.setattr(Searcher, "rank", record_and_rank)
     _load_service(request, Limits(), stages.append)
-    assert n_searches == 1
+    later_threads = [f"tilefold-searcher_{number}" for number in range(4)]
+    assert thread_names[0] == later_threads[0]
+    assert sorted(thread_names[1:]) == later_threads
     assert stages[-1] == "searching for a first word"
     monkeypatch.setattr(Searcher, "rank", fail)
     with pytest.raises(CommandError, match=r"--index: .* cannot be searched \(out of memory\)"):
         _load_service(request, Limits(), stages.append)
+
+
+@pytest.mark.parametrize("with_index", [False, True], ids=["model", "index"])
+def test_dense_models_are_accelerated_before_they_are_served(
+    with_index: bool,
+    tmp_path: Path,
+) -> None:
+    index = None
+    if with_index:
+        minilm = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
+        encode_dense_collection(minilm, {"csv": "read files of rows"}, tmp_path / "vectors")
+        index = tmp_path / "index"
+        DenseIndex.build(open_dense(tmp_path / "vectors")).save(index)
+    service = _load_service(ServeRequest(model="minilm", index=index), Limits(), print)
+    assert service.models["dense"].acceleration == {"packed": True, "graphs": 0}
 
 
 def test_without_fastapi_the_error_says_what_to_install() -> None:

@@ -225,7 +225,7 @@ def load_model(
             make_invariant(model, name)
         # Models of images run on padded batches, which acceleration would warn about.
         elif kind in fast and not encodes_images(model):
-            _accelerate(model)
+            _accelerate(model, kind)
     return model, kind
 
 
@@ -394,14 +394,20 @@ def _advice_for_kind(name: str, kind: str, accepted_kinds: tuple[str, ...]) -> s
     )
 
 
-def _accelerate(model: Model) -> None:
-    """Accelerate a model, or print a note why it keeps its original forward."""
+def _accelerate(model: Model, kind: str) -> None:
+    """Accelerate a model, or print a note why it keeps its original forward.
+
+    Args:
+        model: the model, which is accelerated in place.
+        kind: the kind of the model, such as ``"sparse"``.
+    """
     from tilefold.integrations.sentence_transformers import accelerate
 
     try:
         accelerate(model)
     except ValueError as error:
-        note(f"encoding with the plain head: {first_line(error)}")
+        plain_part = "head" if kind == "sparse" else "model"
+        note(f"encoding with the plain {plain_part}: {first_line(error)}")
 
 
 def make_invariant(model: Model, name: str) -> None:

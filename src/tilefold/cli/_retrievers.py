@@ -447,11 +447,12 @@ class LoadedIndex:
     search_options: Mapping[str, int | float]
 
 
-def load_index(request: IndexOptions) -> LoadedIndex:
+def load_index(request: IndexOptions, fast: tuple[str, ...] = ("sparse",)) -> LoadedIndex:
     """Load the index of ``--index`` or ``--vectors``, and the model of ``--model``.
 
     Args:
         request: the options that name the index and the model.
+        fast: the kinds of models that are accelerated.
 
     Raises:
         CommandError: if the index was made by a different model and ``--other-model`` is not given.
@@ -462,7 +463,7 @@ def load_index(request: IndexOptions) -> LoadedIndex:
     if index.backend == "bm25":
         return LoadedIndex(index, None, {})
     model_name = str(request.model)
-    encoder = _load_query_encoder(request, model_name, index)
+    encoder = _load_query_encoder(request, model_name, index, fast)
     _models.note_precision(model_name, encoder)
     _check_model_of_index(request, model_name, encoder, index.provenance)
     return LoadedIndex(index, encoder, request.search_options(index.backend))
@@ -576,6 +577,7 @@ def _load_query_encoder(
     request: IndexOptions,
     model_name: str,
     index: Any,
+    fast: tuple[str, ...],
 ) -> Model:
     """Load the model that encodes queries for an index of vectors.
 
@@ -583,12 +585,18 @@ def _load_query_encoder(
         request: the options that name the index.
         model_name: the value of ``--model``.
         index: the index.
+        fast: the kinds of models that are accelerated.
     """
     if index.backend in (DENSE, LATE):
         kind = "dense" if index.backend == DENSE else "multi-vector"
         reason = f"{request.searched_folder} holds {_models.VECTORS[kind]}"
         _refuse_sparse_options(request, index.backend, reason)
-        model, _ = _models.load_model(model_name, kinds=(kind,), dtype=request.dtype)
+        model, _ = _models.load_model(
+            model_name,
+            kinds=(kind,),
+            fast=fast,
+            dtype=request.dtype,
+        )
         encoder: Model = model
         return encoder
     return _models.load_encoder(model_name, request.dtype)
@@ -1020,6 +1028,7 @@ def load_reranking_model(
     dtype: Dtype,
     has_texts: bool,
     option: str = "--rerank",
+    fast: tuple[str, ...] = (),
 ) -> RerankingModel:
     """Load a multi-vector model that reranks, with the stored token vectors if there are any.
 
@@ -1031,6 +1040,7 @@ def load_reranking_model(
         has_texts: whether the command has the texts of the documents, which a model without stored
             token vectors encodes.
         option: the option that names `source`, for messages.
+        fast: the kinds of models that are accelerated.
 
     Raises:
         UsageError: if `source` is neither of them, or the options do not fit it.
@@ -1044,6 +1054,7 @@ def load_reranking_model(
             encoder_name,
             f"{option}-model",
             ("multi-vector",),
+            fast,
             dtype=dtype,
         )
         _models.note_precision(encoder_name, encoder)
@@ -1064,7 +1075,7 @@ def load_reranking_model(
             f"{option} with a model encodes the texts of the candidates: give the collection with "
             "--data.",
         )
-    encoder, _ = _models.load_model(source, option, ("multi-vector",), dtype=dtype)
+    encoder, _ = _models.load_model(source, option, ("multi-vector",), fast, dtype=dtype)
     _models.note_precision(source, encoder)
     return RerankingModel(encoder, None)
 

@@ -479,7 +479,7 @@ def _leave_while_loading() -> NoReturn:
 
 
 def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Service:
-    """Load the models and the index, encode a word with each model, and search for a word.
+    """Load the models and the index, encode short texts with each model, and search for a word.
 
     Args:
         request: the options of the command.
@@ -502,7 +502,7 @@ def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Serv
     if service.searchable is not None:
         report("searching for a first word")
         try:
-            service.searchable.search_once()
+            service.warm_up_search()
         except Exception as error:  # an index or a device may raise any
             raise CommandError(
                 f"--index: {request.index} cannot be searched ({_common.first_line(error)}).",
@@ -615,6 +615,7 @@ def _load_models(request: ServeRequest) -> list[Served]:
         model, kind = _models.load_model(
             request.model,
             kinds=kinds,
+            fast=_models.FUSED,
             dtype=request.dtype,
             invariant=request.invariant,
         )
@@ -648,7 +649,7 @@ def _load_with_index(
         log: documents that were put or deleted over HTTP.
     """
     request = _with_recorded_model(request, index_path)
-    loaded = _retrievers.load_index(request)
+    loaded = _retrievers.load_index(request, fast=_models.FUSED)
     index = loaded.index
     _refuse_unused_options(request, index_path, index.backend)
     encoder = None
@@ -910,6 +911,7 @@ def _load_reranker(request: ServeRequest, source: str, *, encodes_texts: bool) -
         request.dtype,
         has_texts=encodes_texts,
         option="--tokens",
+        fast=_models.FUSED,
     )
     if request.invariant:
         _models.make_invariant(model, source)

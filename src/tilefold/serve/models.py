@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model, Tokenizer
 from tilefold._internal.vocabulary import TermNames
+from tilefold.integrations.sentence_transformers import is_accelerated
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
@@ -301,6 +302,20 @@ class Served:
         invariance = getattr(self.model, "invariance", None)  # set by accelerate(invariant=True)
         return None if invariance is None else dict(invariance.environment())
 
+    @property
+    def acceleration(self) -> dict[str, object] | None:
+        """Whether batches have no padding, and the number of CUDA graphs that encode few texts.
+
+        It is None for a model that is not accelerated.
+        """
+        if not is_accelerated(self.model):
+            return None
+        graphs = graphs_of(self.model)
+        return {
+            "packed": any(map(_runs_packed, self.model.modules())),
+            "graphs": 0 if graphs is None else len(graphs.graphs),
+        }
+
     def _sample_call(self, side: Side) -> TokenizerCall:
         """Preprocess a text to learn how the model calls its tokenizer for queries or documents."""
         with counting_truncation() as counts:
@@ -519,9 +534,10 @@ class Served:
                 prompt_name=key.prompt_name,
                 convert_to_tensor=True,
             )
-        rows = list(encoded.detach().float().cpu())
-        _check_finite(rows, "vectors")
-        return [row.numpy() for row in rows]
+        vectors = encoded.detach().float().cpu()
+        if not vectors.isfinite().all():
+            _check_finite(list(vectors), "vectors")
+        return list(vectors.numpy())
 
     def _forward_token_ids(self, key: BatchKey, inputs: Sequence[Sequence[int]]) -> Any:
         """Call the model with token ids, without a prompt, special tokens or query expansion.
@@ -547,11 +563,15 @@ class Served:
             "modality": "text",
             "task": key.side,
         }
-        is_accelerated = isinstance(getattr(self.model[0], "preprocess", None), PackedInputs)
-        if is_accelerated:  # it reads packed texts, without padding
+        if _runs_packed(self.model[0]):  # it reads texts without padding
             features = pack_features(features, padding_position(self.model[0].model))
         with torch.inference_mode():
             return self.model(on_device(features, self.model.device), task=key.side)
+
+
+def _runs_packed(module: torch.nn.Module) -> bool:
+    """Whether ``accelerate`` lets a module read texts without padding."""
+    return isinstance(vars(module).get("preprocess"), PackedInputs)
 
 
 def _matrix_rows(matrix: torch.Tensor) -> list[Row]:
@@ -598,7 +618,8 @@ def _unnormalized(model: Model) -> Iterator[None]:
     """Skip the ``Normalize`` modules at the end of a model while the context is open.
 
     Their ``forward`` methods are replaced by a function that returns its input. ``Normalize``
-    modules in the middle of the model still run.
+    modules in the middle of the model still run. CUDA graphs, which have captured the replaced
+    methods, are not used.
     """
     skipped: list[Any] = []
     for module in reversed(list(model.children())):
@@ -607,10 +628,15 @@ def _unnormalized(model: Model) -> Iterator[None]:
         skipped.append(module)
     # Forwards that the instances have themselves, as those of invariant models.
     replaced_forwards = [vars(module).get("forward") for module in skipped]
+    graphs = graphs_of(model)
+    without_graphs: AbstractContextManager[None] = nullcontext()
+    if skipped and graphs is not None:
+        without_graphs = graphs.paused()
     for module in skipped:
         module.forward = lambda features, **_: features
     try:
-        yield
+        with without_graphs:
+            yield
     finally:
         for module, forward in zip(skipped, replaced_forwards, strict=True):
             if forward is None:

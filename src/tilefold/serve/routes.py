@@ -543,6 +543,7 @@ class Routes:
             "models": {model.kind: model.name for model in models},
             "precision": {model.kind: model.precision for model in models},
             "invariant": {model.kind: model.invariant for model in models},
+            "acceleration": {model.kind: model.acceleration for model in models},
             "side": self.side,
         }
         if self.service.searchable is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,7 @@ Options = Mapping[str, Any]
 Explanation = dict[str, object]
 QUERY = "query"  # id of the query in rankings and vectors: a request has only one
 _PROBE_TEXT = "a"  # short text that every model can encode
+_PROBE_HITS = 10  # as many as a request asks for by default
 _MAX_MARKED_CHARACTERS = 4000  # number of characters of a text in which terms are marked
 _MAX_EXPLAINED_TERMS = 512  # largest number of terms of a query that an explanation lists
 
@@ -171,16 +173,17 @@ class Searchable:
             return ()
         return documents.values()
 
-    def search_once(self) -> None:
-        """Search for a word, so that no request waits for the initialisation of the index.
+    def first_search(self) -> Callable[[], object]:
+        """Encode a word, and return a function that searches for it.
 
-        The first search copies the index to the GPU that searches it.
+        The first call of the function copies the index to the GPU that searches it.
         """
         vector = None
         if self.encoder is not None:
             key = self.encoder.batch_key("query", prompt_name=None)
             vector = self.query_vector(self.encoder.encode(key, [_PROBE_TEXT])[0])
-        self.searcher.rank({QUERY: _PROBE_TEXT}, SearchRequest(1), vector)
+        request = SearchRequest(_PROBE_HITS)
+        return functools.partial(self.searcher.rank, {QUERY: _PROBE_TEXT}, request, vector)
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """Convert an encoded query to the form in which the index searches with it.

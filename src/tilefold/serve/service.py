@@ -9,8 +9,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
@@ -23,6 +23,7 @@ from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_m
 from tilefold.serve.images import ImageInput, blank_page, count_pixels, decode_image
 from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
+from tilefold.serve.threads import Call, DaemonPool
 
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
@@ -64,6 +65,10 @@ MAX_PORTION_SIZE = 16_384
 _SMALL_SIZE = 1024
 # Pixels that are decoded at the same time, as a multiple of the limit on the pixels of an image.
 _IMAGES_IN_FLIGHT = 4
+# Numbers of texts, and of words of each, that a model encodes before the server is ready: those of
+# the usual queries, and on a GPU also those of documents.
+_QUERY_BATCHES = ((1, 1), (1, 16), (1, 64), (4, 16), (4, 64))
+_DOCUMENT_BATCHES = ((1, 512), (16, 256), (64, 64))
 # Searches that have decoded some pages of the collection, which are encoded, at the same time.
 _SEARCHES_WITH_PAGES = 4
 # Smallest limit on concurrent searches.
@@ -358,21 +363,22 @@ class Service:
         # Threads, which start() creates.
         self._workers: dict[str, BatchWorker] = {}  # by device
         self._pools: dict[Pool, ThreadPoolExecutor] = {}
-        self._search_threads: set[threading.Thread] = set()
-        self._search_slots = self._new_search_slots()
+        self._search_threads = self._new_search_threads()
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._workers.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.input_limit.in_use)
         self.metrics.gauge("tilefold_ready", lambda: float(self.healthy))
 
-    def _new_search_slots(self) -> asyncio.Semaphore:
-        """Create the semaphore that limits concurrent searches."""
-        return asyncio.Semaphore(max(_MIN_SEARCHES, self.limits.tokenization_workers))
+    def _new_search_threads(self) -> DaemonPool:
+        """Create the threads that search, which start when they are needed."""
+        n_threads = max(_MIN_SEARCHES, self.limits.tokenization_workers)
+        return DaemonPool("tilefold-searcher", n_threads)
 
     def warm_up(self) -> None:
-        """Encode a short text with every model, so that no request waits for initialisation.
+        """Encode texts with every model, so that no request waits for initialisation.
 
-        A model of page images encodes a blank page as a document. For accelerated models on a GPU,
-        this also captures CUDA graphs for short texts.
+        There are one and a few texts of the lengths of usual queries, and on a GPU also batches of
+        documents, for which kernels are compiled. For accelerated models on a GPU, CUDA graphs for
+        short texts are captured, too. A model of page images encodes a blank page as a document.
         """
         for model in self.models.values():
             for side in SIDES:
@@ -385,12 +391,53 @@ class Service:
                 graphs = graphs_of(model.model)
                 if graphs is not None:
                     graphs.warm(encode)
+                for texts in self._warm_up_batches(model, side):
+                    encode(texts)
+
+    def _warm_up_batches(self, model: Served, side: Side) -> Iterator[list[str]]:
+        """Yield batches of synthetic texts that the model encodes before the server is ready.
+
+        Args:
+            model: the model.
+            side: whether the texts are encoded as queries or as documents.
+        """
+        batches: Sequence[tuple[int, int]] = ()
+        if side == "query":
+            batches = _QUERY_BATCHES
+        elif model.device.startswith("cuda"):
+            batches = _DOCUMENT_BATCHES
+        for n_texts, n_words in batches:
+            if n_texts * n_words <= self.limits.max_batch_tokens:
+                yield ["a " * n_words] * n_texts
+
+    def warm_up_search(self) -> None:
+        """Search for a word in the threads of later searches, so that no request waits for them.
+
+        The first search copies the index to its GPU, and every thread needs handles of the GPU's
+        libraries, or a team of CPU threads, of its own. Without an index, nothing happens.
+        """
+        if self.searchable is None:
+            return
+        search = self.searchable.first_search()
+        self._search_threads.submit(search).result()
+        # Every thread waits for the others, so that none of them runs two of the searches.
+        barrier = threading.Barrier(_MIN_SEARCHES)
+
+        def search_together() -> None:
+            barrier.wait()
+            search()
+
+        results = [self._search_threads.submit(search_together) for _ in range(_MIN_SEARCHES)]
+        for result in results:
+            result.result()
 
     def start(self) -> None:
         """Start the threads: a batch worker per device, helpers and tokenizers.
 
         A closed service may be started again.
         """
+        if self.closing:
+            self._search_threads = self._new_search_threads()
         self.closing = False
         self.draining = False
         n_threads = self.limits.tokenization_workers
@@ -398,7 +445,6 @@ class Service:
             "helpers": ThreadPoolExecutor(n_threads, "tilefold-helper"),
             "tokenizers": ThreadPoolExecutor(n_threads, "tilefold-tokenizer"),
         }
-        self._search_slots = self._new_search_slots()
         self._workers.clear()
         self._start_workers()
 
@@ -425,10 +471,7 @@ class Service:
             worker.close()
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        for thread in list(self._search_threads):
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._search_threads):
+        if not self._search_threads.close(_closing_error(), _LEAVE_SECONDS):
             _logger.warning("searches were abandoned, because the index's server does not answer")
 
     @property
@@ -535,11 +578,11 @@ class Service:
         return await self.map_in_portions(items, function, size)
 
     async def run_search(self, search: Callable[..., T], *arguments: Any) -> T:
-        """Run a search in a new thread.
+        """Run a search in one of the threads for searches.
 
         A search may be slow if the index is on a server, and must not block other requests. The
-        thread is a daemon thread, so that it does not block the end of the process either. A
-        semaphore limits the number of these threads.
+        threads are daemon threads, so that they do not block the end of the process either. If all
+        of them are busy, the search waits. Cancelling drops it if it still waits.
 
         Args:
             search: function that searches.
@@ -548,22 +591,9 @@ class Service:
         Raises:
             ServeError: if the service is closing.
         """
-        loop = asyncio.get_running_loop()
-        slots = self._search_slots  # start() replaces the semaphore, which run() must not release
-        await slots.acquire()
         if not self._is_open:
-            slots.release()
             raise _closing_error()
-
-        def end(thread: threading.Thread) -> None:
-            self._search_threads.discard(thread)
-            with suppress(RuntimeError):  # the event loop has closed
-                loop.call_soon_threadsafe(slots.release)
-
-        thread, result = _daemon_thread("tilefold-searcher", search, arguments, end)
-        self._search_threads.add(thread)
-        thread.start()
-        return await asyncio.wrap_future(result)
+        return await asyncio.wrap_future(self._search_threads.submit(search, *arguments))
 
     async def run_in_background(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that may take long in a new daemon thread, without a limit of threads.
@@ -572,8 +602,9 @@ class Service:
             function: the function.
             arguments: positional arguments of the function.
         """
-        thread, result = _daemon_thread("tilefold-background", function, arguments)
-        thread.start()
+        call = Call(function, arguments)
+        result = call.result  # the call has it until it runs
+        threading.Thread(target=call.run, name="tilefold-background", daemon=True).start()
         return await asyncio.wrap_future(result)
 
     def replace_searchable(self, searchable: Searchable) -> None:
@@ -1041,43 +1072,6 @@ class Service:
     def log_failure(self, error: BaseException) -> None:
         """Log an unexpected error with its traceback."""
         _logger.error("a request failed: %s", type(error).__name__, exc_info=error)
-
-
-def _daemon_thread(
-    name: str,
-    function: Callable[..., T],
-    arguments: tuple[Any, ...],
-    end: Callable[[threading.Thread], None] | None = None,
-) -> tuple[threading.Thread, Future[T]]:
-    """Create a thread that calls a function; it does not block the end of the process.
-
-    Args:
-        name: name of the thread.
-        function: the function.
-        arguments: positional arguments of the function.
-        end: function that is called at last, in the thread.
-
-    Returns:
-        The thread, which is not started, and the result of the function.
-    """
-    result = Future[T]()
-    # A running future cannot be cancelled, so that run() can always set its result.
-    result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        """Call the function, and store its result or error."""
-        nonlocal function, arguments
-        try:
-            result.set_result(function(*arguments))
-        except BaseException as error:  # raised where the result is awaited
-            result.set_exception(error)
-        # They may refer to a generation of the index, which must be released.
-        del function, arguments
-        if end is not None:
-            end(thread)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    return thread, result
 
 
 def _weighted_mean(first: float, n_first: int, second: float, n_second: int) -> float:

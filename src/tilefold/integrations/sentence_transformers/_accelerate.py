@@ -192,7 +192,7 @@ def accelerate(
     and other evaluators (``similarity_fct=``, ``score_functions=``).
 
     A SentenceTransformer has one dense vector per text and no large matrix of scores: only the
-    padding is removed, in ``encode`` and in training.
+    padding is removed, in ``encode`` and in training, and CUDA graphs encode a few texts.
 
     A second call starts over with its own arguments. Call again after an adapter was added to the
     LM head or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment, the model is not
@@ -390,6 +390,8 @@ def _accelerate_stock(
     padded = pack_inputs(model, check)
     if _has_packed_inputs(model):
         _forbid_replicas(model)
+        if is_dense(model):
+            setattr(model, GRAPHS, EncodingGraphs(model))
     return Acceleration(model, n_heads, padded)
 
 
@@ -494,7 +496,8 @@ def _fuse_heads(
 def _add_fast_encode(model: Model) -> None:
     """Put CUDA graphs and a faster ``encode`` on the instance of a model.
 
-    A SentenceTransformer has no graphs. An ``encode`` that was already set on the instance is kept.
+    A SentenceTransformer gets graphs later, if it runs on packed tokens: its graphs encode no
+    others. An ``encode`` that was already set on the instance is kept.
 
     Args:
         model: the model.

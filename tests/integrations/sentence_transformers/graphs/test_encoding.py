@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from torch import Tensor, nn
 
+from tests.integrations.eager_graphs import EagerGraph
 from tests.integrations.multi_vector_models import QUERIES, build_colbert
-from tests.integrations.splade_models import FP32_BUDGET, assert_close, build_tiny_splade
+from tests.integrations.splade_models import (
+    FP32_BUDGET,
+    assert_close,
+    build_tiny_splade,
+    tiny_transformer,
+)
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
 from tilefold.integrations.sentence_transformers.graphs import encoding
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
@@ -25,7 +34,6 @@ from tilefold.integrations.sentence_transformers.graphs.encoding import (
     EncodingGraphs,
 )
 from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
-    Body,
     EncodingGraph,
     GraphSize,
 )
@@ -36,29 +44,6 @@ from tilefold.retrieval.encoding.sparse import encode_batch
 TEXT = "a list of numbers"
 WORDS = ["word", "list", "sum"] * 14
 FEW = ["cats and dogs", "a list of numbers is longer than a word", "x", "", "sum of all parts"]
-
-
-class EagerGraph:
-    """Stands for a captured graph on machines without a GPU: it runs the function at every launch.
-
-    Attributes:
-        n_captures: number of graphs that were created.
-        host_results, device_results: results of the last launch.
-    """
-
-    n_captures = 0
-
-    def __init__(self, body: Body, memory: object) -> None:
-        EagerGraph.n_captures += 1
-        self.body = body
-        self.launch()
-
-    def launch(self) -> None:
-        with torch.inference_mode():
-            self.host_results = self.device_results = list(self.body())
-
-    def wait(self) -> None:
-        """Do nothing: the launch has computed the results."""
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -201,6 +186,109 @@ def test_token_vectors_equal_those_of_the_stock_model(
                 getattr(model, name)(inputs, **options), getattr(stock, name)(inputs, **options)
             )
     assert n_graphs(model) == 4 and not model.encoding_graphs.failed
+
+
+def build_dense(tokenizer_folder: Path, pooling: str = "mean") -> Any:
+    """Build a stock dense model with a prompt for queries, and vectors of length 1."""
+    network = tiny_transformer("bert", tokenizer_folder).model
+    transformer = Transformer(network.name_or_path)
+    modules = [transformer, Pooling(32, pooling), Dense(32, 16), Normalize()]
+    prompts = {"query": "a question of ", "document": ""}
+    return SentenceTransformer(modules=modules, prompts=prompts, device="cpu").eval()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "lasttoken", "weightedmean"])
+def test_dense_vectors_of_every_pooling_equal_those_of_the_stock_model(
+    pooling: str,
+    device: str,
+    tokenizer_folder: Path,
+) -> None:
+    stock = build_dense(tokenizer_folder, pooling)
+    model = with_graphs(stock, device)
+    for n_texts in (1, 5, 17):
+        texts = (FEW * 4)[:n_texts]
+        assert_same_outputs(model.encode_query(texts), stock.encode_query(texts))
+    assert n_graphs(model) == 3
+    assert not model.encoding_graphs.failed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="array"),
+        pytest.param({"convert_to_tensor": True}, id="tensor"),
+        pytest.param({"convert_to_numpy": False}, id="list"),
+        pytest.param({"truncate_dim": 8, "normalize_embeddings": True}, id="truncated"),
+        pytest.param({"prompt_name": "query"}, id="prompt"),
+    ],
+)
+@pytest.mark.parametrize("inputs", [TEXT, [TEXT], FEW], ids=["one", "list of one", "several"])
+def test_dense_encode_returns_the_types_and_numbers_of_the_stock_method(
+    inputs: str | list[str],
+    options: dict[str, Any],
+    device: str,
+    tokenizer_folder: Path,
+) -> None:
+    stock = build_dense(tokenizer_folder)
+    model = with_graphs(stock, device)
+    stock = stock.to(device)
+    assert_same_outputs(model.encode(inputs, **options), stock.encode(inputs, **options))
+    assert n_graphs(model) == 1
+
+
+@pytest.mark.parametrize("precision", ["int8", "ubinary"])
+def test_quantized_dense_vectors_are_those_of_the_stock_method(
+    precision: str,
+    tokenizer_folder: Path,
+) -> None:
+    stock = build_dense(tokenizer_folder)
+    model = with_graphs(stock)
+    expected = stock.encode(FEW, precision=precision)
+    result = model.encode(FEW, precision=precision)
+    assert result.dtype == expected.dtype
+    # A rounding error may cross the limit of two integers.
+    assert (abs(result.astype(int) - expected) <= 1).mean() > 0.95
+    assert n_graphs(model) == 0
+
+
+def test_a_pooling_without_the_prompt_runs_without_graphs(tokenizer_folder: Path) -> None:
+    stock = build_dense(tokenizer_folder)
+    stock[1].include_prompt = False
+    model = with_graphs(stock)
+    assert_same_outputs(model.encode_query(FEW), stock.encode_query(FEW))
+    assert n_graphs(model) == 0
+    assert_same_outputs(model.encode_document(FEW), stock.encode_document(FEW))
+    assert n_graphs(model) == 1
+
+
+def test_graphs_of_an_invariant_dense_model_keep_the_bits(tokenizer_folder: Path) -> None:
+    stock = build_dense(tokenizer_folder)
+    model = with_graphs(stock, invariant=True)
+    together = model.encode(FEW)
+    for text, vector in zip(FEW, together, strict=True):
+        assert (model.encode(text) == vector).all()
+    assert n_graphs(model) >= 2  # of one text, and of several
+
+
+def test_paused_graphs_are_kept(tokenizer_folder: Path) -> None:
+    model = with_graphs(build_dense(tokenizer_folder))
+    vector = model.encode(TEXT)
+    captures_before = EagerGraph.n_captures
+    with model.encoding_graphs.paused():
+        model[3].forward = lambda features, **_: features
+        raw_vector = model.encode(TEXT)
+        del model[3].forward
+    assert abs((raw_vector**2).sum() - 1) > 0.01
+    assert (model.encode(TEXT) == vector).all()
+    assert EagerGraph.n_captures == captures_before
+
+
+def test_dense_models_that_run_padded_have_no_graphs(tokenizer_folder: Path) -> None:
+    model = build_dense(tokenizer_folder)
+    accelerate(model, packed=False)
+    assert encoding.graphs_of(model) is None
 
 
 def add_to_bias_in_place(model: Any) -> None:

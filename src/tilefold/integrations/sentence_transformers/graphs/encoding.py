@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
+from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -276,6 +277,62 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
         return list(torch.split(vectors, counts))
 
 
+class _DenseResults(NamedTuple):
+    """Results of a graph that computes dense vectors, on the device or on the CPU.
+
+    Attributes:
+        vectors: a vector for each text, ``[n, D]``.
+    """
+
+    vectors: Tensor
+
+
+@dataclass
+class _DenseEncoding(_Encoding[Tensor]):
+    """Encoding to dense vectors.
+
+    Attributes:
+        normalize: whether vectors are scaled to length 1, after other entries were dropped.
+        dimension: the number of leading entries of a vector that are kept; ``None`` for all.
+        to_host: whether vectors are copied to the CPU instead of staying on the GPU.
+    """
+
+    normalize: bool
+    dimension: int | None
+    to_host: bool
+    pads_tokens: ClassVar[bool] = True  # a Pooling reads padded token vectors
+
+    def key(self) -> tuple[Hashable, ...]:
+        return ("dense", self.normalize, self.dimension)
+
+    def compute(self, features: Features, size: GraphSize) -> _DenseResults:
+        """Run the model and return its dense vectors.
+
+        Args:
+            features: the static inputs of the model.
+            size: the size of the graph. The model encodes one more text, the filler text.
+        """
+        outputs = self.graphs.run_model(features, self.task)
+        vectors = outputs["sentence_embedding"][: size.texts, : self.dimension]
+        if self.normalize:
+            vectors = unit_vectors(vectors, self.graphs.owner)
+        return _DenseResults(vectors)
+
+    def read(self, captured: CapturedEncoding, n_texts: int) -> Tensor:
+        """Return a copy ``[n, D]`` of the vectors of a batch after a replay.
+
+        Args:
+            captured: the graph.
+            n_texts: the number of texts of the batch.
+        """
+        graph = captured.graph
+        results = _DenseResults(*(graph.host_results if self.to_host else graph.device_results))
+        vectors = results.vectors[:n_texts].clone()
+        if vectors.is_cuda:
+            graph.record_read()  # makes the next replay wait for this copy
+        return vectors
+
+
 class _GraphKey(NamedTuple):
     """Key of a captured graph: the properties of the batches that it can encode.
 
@@ -302,8 +359,8 @@ class EncodingGraphs(Replacement):
     The methods that encode return None if the model must run without a graph: on a CPU, in training
     mode, with hooks on its modules, with sharded or offloaded parameters, for more texts or tokens
     than the largest graph has room for, for networks that run padded (except for ColBERT's expanded
-    queries), after a row had more than 16,384 entries, or after a failed capture, which issued a
-    warning.
+    queries), for a Pooling that leaves out the tokens of a prompt, within :meth:`paused`, after a
+    row had more than 16,384 entries, or after a failed capture, which issued a warning.
 
     Graphs are captured when they are first needed, and again after the model has changed. A call
     locks the graphs of its model only.
@@ -332,6 +389,7 @@ class EncodingGraphs(Replacement):
     def _initialize(self) -> None:
         """Set the attributes that are not pickled."""
         self._lock = threading.RLock()
+        self._is_paused = False
         self.failed = False
         self.capacity = CAPACITY
         # Capacities that were raised after a row overflowed, by the size of the graphs.
@@ -346,6 +404,8 @@ class EncodingGraphs(Replacement):
         self._memory: EncodingMemory | None = None
         self._state: ModelState | None = None
         self._reads_task: bool | None = None  # whether a module reads the task, None if unknown
+        # Whether a Pooling leaves out the tokens of the prompt, None if unknown.
+        self._pools_without_prompts: bool | None = None
 
     def __getstate__(self) -> Features:
         return {"owner": self.owner, "_graph_factory": self._graph_factory}
@@ -360,13 +420,26 @@ class EncodingGraphs(Replacement):
         Args:
             texts: the texts.
         """
-        if self.failed or switched_off() or torch.compiler.is_compiling():
+        if self.failed or self._is_paused or switched_off() or torch.compiler.is_compiling():
             return False
         if not 0 < len(texts) <= TEXT_COUNTS[-1]:
             return False
         if self._state is not None:  # a graph was captured
             return not any(self._state.training_modes())
         return self._is_on_required_device()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the model run without graphs, and keep them, while the context is open.
+
+        The model may be changed within the context, and is changed back before it ends. Otherwise
+        the first text after a change would drop all graphs.
+        """
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _needs_gpu(self) -> bool:
         """Whether graphs are CUDA graphs. Tests on a CPU replace them."""
@@ -443,6 +516,34 @@ class EncodingGraphs(Replacement):
         if not self.may_run(texts):
             return None
         return self._encode(texts, prompt, _VectorEncoding(self, task, normalize, to_host))
+
+    def encode_dense(
+        self,
+        texts: Sequence[str],
+        *,
+        task: str | None,
+        prompt: str | None,
+        normalize: bool,
+        dimension: int | None,
+        to_host: bool,
+    ) -> Tensor | None:
+        """Encode texts to dense vectors with a CUDA graph, if possible.
+
+        Args:
+            texts: the texts.
+            task: the argument ``task`` of the model's forward, or None.
+            prompt: text that is put before every text.
+            normalize: whether vectors are scaled to length 1, after other entries were dropped.
+            dimension: the number of leading entries of a vector that are kept; None for all.
+            to_host: whether vectors are copied to the CPU instead of staying on the GPU.
+
+        Returns:
+            The vectors ``[n, D]``, or None if the model must run without a graph.
+        """
+        if not self.may_run(texts) or (prompt and self._leaves_out_prompts()):
+            return None
+        encoding = _DenseEncoding(self, task, normalize, dimension, to_host)
+        return self._encode(texts, prompt, encoding)
 
     def warm(self, encode: Callable[[list[str]], object], longest: int = 64) -> None:
         """Capture graphs of all sizes for texts of up to ``longest`` tokens.
@@ -628,6 +729,19 @@ class EncodingGraphs(Replacement):
         if self._reads_task is None:
             self._reads_task = "task" in self.owner.get_model_kwargs()
         return self._reads_task
+
+    def _leaves_out_prompts(self) -> bool:
+        """Whether a Pooling of the model leaves out the tokens of the prompt.
+
+        It looks for padding before the prompt, for which the CPU waits for the GPU. That cannot be
+        captured.
+        """
+        if self._pools_without_prompts is None:
+            self._pools_without_prompts = any(
+                isinstance(module, Pooling) and not module.include_prompt
+                for module in self.owner.modules()
+            )
+        return self._pools_without_prompts
 
     def _can_capture(self) -> bool:
         """Whether graphs of the model can be captured in its current state."""

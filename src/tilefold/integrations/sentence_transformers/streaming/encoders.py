@@ -330,7 +330,7 @@ class FusedEncode(Replacement):
 
     A CUDA graph encodes the texts of a single batch, and a stream encodes more texts. The stock
     method runs for everything else, such as inputs that are not strings, several processes, or
-    options of the processor. A SentenceTransformer has no such graph.
+    options of the processor.
 
     A ``batch_size`` below 32 limits the texts of a batch. Otherwise batches are limited by a number
     of tokens that is chosen for the device.
@@ -450,8 +450,11 @@ def _encode_one_batch(model: Model, arguments: Options) -> Any:
         The result of the call, or None if the stock method must run.
     """
     if is_dense(model):
-        return None
-    encode = _encode_few_tokens if is_multi_vector(model) else _encode_few_sparse
+        encode = _encode_few_dense
+    elif is_multi_vector(model):
+        encode = _encode_few_tokens
+    else:
+        encode = _encode_few_sparse
     rows = encode(model, arguments)
     is_single_input = isinstance(arguments["inputs"], str)
     return rows[0] if rows is not None and is_single_input else rows
@@ -671,6 +674,50 @@ def _encode_few_tokens(model: Model, arguments: Options) -> Any:
     return [_as_numpy(text_vectors) for text_vectors in vectors]
 
 
+def _encode_few_dense(model: Model, arguments: Options) -> Any:
+    """Encode a few texts to dense vectors with a CUDA graph, if possible.
+
+    Args:
+        model: an accelerated SentenceTransformer.
+        arguments: the arguments of ``encode`` by name.
+
+    Returns:
+        The vectors as an array, a tensor or a list, as the arguments ask for, also for a single
+        input. None if no graph can run.
+    """
+    graphs = graphs_of(model)
+    if graphs is None:
+        return None
+    to_numpy = _returns_arrays(arguments)
+    vectors = graphs.encode_dense(
+        _texts_of(arguments),
+        task=arguments["kwargs"].get("task"),
+        prompt=_prompt_of_call(model, arguments),
+        normalize=bool(arguments["normalize_embeddings"]),
+        dimension=_dense_dimension(model, arguments),
+        to_host=to_numpy,
+    )
+    return None if vectors is None else _convert_dense(vectors, arguments)
+
+
+def _returns_arrays(arguments: Options) -> bool:
+    """Whether a call of ``SentenceTransformer.encode`` returns arrays of numpy."""
+    return bool(arguments["convert_to_numpy"]) and not arguments["convert_to_tensor"]
+
+
+def _dense_dimension(model: Model, arguments: Options) -> int | None:
+    """Return how many leading entries of a dense vector ``encode`` keeps, or None for all."""
+    dimension: int | None = arguments["truncate_dim"]
+    return model.truncate_dim if dimension is None else dimension
+
+
+def _convert_dense(vectors: Tensor, arguments: Options) -> object:
+    """Convert dense vectors ``[N, D]`` to the type that the arguments of ``encode`` ask for."""
+    if _returns_arrays(arguments):
+        return _as_numpy(vectors)
+    return vectors if arguments["convert_to_tensor"] else list(vectors)
+
+
 def _batches_with_progress(
     stream: TextStream,
     texts: list[str],
@@ -778,13 +825,11 @@ def _encode_many_dense(
         The vectors as an array, a tensor or a list, as the arguments ask for.
     """
     texts = arguments["inputs"]
-    to_numpy = bool(arguments["convert_to_numpy"]) and not arguments["convert_to_tensor"]
-    dimension = arguments["truncate_dim"]
     stream = streams.DenseStream(
         model,
-        to_host=to_numpy,
+        to_host=_returns_arrays(arguments),
         normalize=bool(arguments["normalize_embeddings"]),
-        dimension=model.truncate_dim if dimension is None else dimension,
+        dimension=_dense_dimension(model, arguments),
         task=arguments["kwargs"].get("task"),
         prompt=_prompt_of_call(model, arguments),
         batch_size=batch_size,
@@ -793,9 +838,7 @@ def _encode_many_dense(
     positions = torch.tensor([position for batch in batches for position in batch.positions])
     rows = torch.cat([row for batch in batches for row in batch.rows])  # [N, D]
     vectors = rows[positions.argsort().to(rows.device)]
-    if to_numpy:
-        return _as_numpy(vectors)
-    return vectors if arguments["convert_to_tensor"] else list(vectors)
+    return _convert_dense(vectors, arguments)
 
 
 def _convert_rows(rows: Tensor, arguments: Options) -> object:

@@ -1,0 +1,146 @@
+"""Pool of daemon threads, for functions that may wait for a server that does not answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Call", "DaemonPool"]
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """A function that is to be called once in a thread, and the future of its result."""
+
+    def __init__(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> None:
+        """Prepare to call a function.
+
+        Args:
+            function: the function.
+            arguments: positional arguments of the function.
+        """
+        self.result = Future[T]()
+        self._function = function
+        self._arguments = arguments
+
+    def run(self) -> None:
+        """Call the function, and store its result or error, unless the future was cancelled."""
+        result, function, arguments = self.result, self._function, self._arguments
+        # The traceback of an error refers to this frame and to those of the callers. They must not
+        # refer to the arguments, such as an index that must be released, or to the error itself.
+        del self.result, self._function, self._arguments
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:  # raised where the result is awaited
+            result.set_exception(error)
+        finally:
+            del result, function, arguments
+
+
+class DaemonPool:
+    """Calls functions in a limited number of daemon threads, which are kept for later calls.
+
+    A ``ThreadPoolExecutor`` would not do: the process waits for its threads before it ends.
+    """
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        """Create a pool without threads, which start when they are needed.
+
+        Args:
+            name: beginning of the names of the threads.
+            max_threads: largest number of threads. Further calls wait in their order.
+        """
+        self._name = name
+        self._max_threads = max_threads
+        self._threads: list[threading.Thread] = []
+        self._n_idle = 0  # threads that wait for a call
+        self._waiting: deque[Call[Any]] = deque()
+        self._changed = threading.Condition()  # a call was added, or the pool was closed
+        self._closed = False
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function in a thread.
+
+        Args:
+            function: the function.
+            arguments: positional arguments of the function.
+
+        Returns:
+            The future of its result. Cancelling it drops a call that still waits for a thread.
+
+        Raises:
+            RuntimeError: if the pool is closed.
+        """
+        call = Call(function, arguments)
+        result = call.result  # the call has it until it runs
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("submit: expected an open pool, got a closed one")
+            self._waiting.append(call)
+            lacks_thread = len(self._waiting) > self._n_idle
+            if lacks_thread and len(self._threads) < self._max_threads:
+                self._start_thread()
+            self._changed.notify()
+        return result
+
+    def close(self, error: BaseException, seconds: float) -> bool:
+        """Refuse the calls that wait, and end the threads.
+
+        Args:
+            error: the error of the calls that wait.
+            seconds: how long to wait for the calls that run. Later they are abandoned.
+
+        Returns:
+            Whether all threads have ended.
+        """
+        with self._changed:
+            self._closed = True
+            refused = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for call in refused:
+            if call.result.set_running_or_notify_cancel():
+                call.result.set_exception(error)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start_thread(self) -> None:
+        """Start another thread. The caller must hold the lock."""
+        thread = threading.Thread(
+            target=self._work,
+            name=f"{self._name}_{len(self._threads)}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        """Run calls until the pool is closed."""
+        while self._run_next_call():
+            pass
+
+    def _run_next_call(self) -> bool:
+        """Wait for a call and run it.
+
+        Returns:
+            Whether there was a call; False if the pool is closed.
+        """
+        with self._changed:
+            self._n_idle += 1
+            while not (self._waiting or self._closed):
+                self._changed.wait()
+            self._n_idle -= 1
+            if not self._waiting:
+                return False
+            call = self._waiting.popleft()
+        call.run()
+        return True

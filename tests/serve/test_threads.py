@@ -1,0 +1,107 @@
+"""The threads of searches are daemon threads, which are used again and end with their pool."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from tilefold.serve.threads import DaemonPool
+
+ERROR = RuntimeError("closing")
+
+
+@pytest.fixture
+def pool() -> Iterator[DaemonPool]:
+    """A pool of at most two threads."""
+    pool = DaemonPool("tested", 2)
+    yield pool
+    pool.close(ERROR, 5)
+
+
+def test_one_thread_is_used_again_for_calls_one_after_another(pool: DaemonPool) -> None:
+    threads = {pool.submit(threading.current_thread).result(5) for _ in range(20)}
+    assert len(threads) == 1
+    assert all(thread.daemon for thread in threads)
+
+
+def test_calls_at_the_same_time_have_threads_of_their_own_up_to_the_limit(
+    pool: DaemonPool,
+) -> None:
+    barrier = threading.Barrier(2)
+    pairs = [pool.submit(barrier.wait, 5) for _ in range(2)]
+    assert sorted(pair.result(5) for pair in pairs) == [0, 1]
+    released = threading.Event()
+    blocked = [pool.submit(released.wait, 5) for _ in range(2)]
+    waiting = pool.submit(threading.current_thread)
+    assert not waiting.done()
+    released.set()
+    assert waiting.result(5).name in ("tested_0", "tested_1")
+    assert all(call.result(5) for call in blocked)
+
+
+def test_a_cancelled_call_that_waits_for_a_thread_does_not_run(pool: DaemonPool) -> None:
+    released = threading.Event()
+    blocked = [pool.submit(released.wait, 5) for _ in range(2)]
+    names: list[str] = []
+    assert pool.submit(names.append, "cancelled").cancel()
+    released.set()
+    assert all(call.result(5) for call in blocked)
+    pool.submit(names.append, "run").result(5)
+    assert names == ["run"]
+
+
+def test_an_error_is_raised_where_the_result_is_awaited(pool: DaemonPool) -> None:
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 1, 0).result(5)
+    assert pool.submit(divmod, 7, 2).result(5) == (3, 1)
+
+
+class Index:
+    """Stands for an index that a search reads."""
+
+    def search(self, fails: bool) -> int:
+        if fails:
+            raise KeyError("fails")
+        return 1
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["result", "error"])
+def test_a_finished_call_keeps_nothing_in_memory(fails: bool) -> None:
+    pool = DaemonPool("tested", 1)
+    index = Index()
+    reference = weakref.ref(index)
+    result = pool.submit(index.search, fails)
+    has_failed = result.exception(5) is not None
+    assert has_failed == fails
+    assert pool.close(ERROR, 5)
+    gc.disable()
+    try:
+        del index, result
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_closing_refuses_waiting_calls_and_abandons_those_that_run() -> None:
+    pool = DaemonPool("tested", 1)
+    started = threading.Event()
+    released = threading.Event()
+
+    def block() -> bool:
+        started.set()
+        return released.wait(5)
+
+    running = pool.submit(block)
+    waiting = pool.submit(len, ())
+    assert started.wait(5)
+    assert not pool.close(ERROR, 0.05)
+    assert waiting.exception(1) is ERROR
+    released.set()
+    assert running.result(5)
+    assert pool.close(ERROR, 5)
+    with pytest.raises(RuntimeError, match="expected an open pool"):
+        pool.submit(len, ())
