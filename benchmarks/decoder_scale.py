@@ -48,7 +48,7 @@ SCALE = 30.0
 PENALTY = 1e-7
 LORA_RANK = 64
 # of a curve, whose losses fall in few steps
-CURVE_LEARNING_RATE = 1e-4
+CURVE_LEARNING_RATE = 3e-5
 # of other runs, whose losses are not compared
 LEARNING_RATE = 1e-6
 # a number of steps after which nothing is saved
@@ -205,7 +205,8 @@ def measure(run: DecoderRun, options: argparse.Namespace, name: str) -> dict[str
         save_tiny_base(base, options.tokenizer)
     recipe = make_recipe(run, base)
     pairs = make_collection(
-        run.batch * run.steps,
+        # the last batch of an epoch, which one GPU would leave short, is not reached
+        2 * run.batch * run.steps,
         queries_from_documents=True,
         tokenizer_folder=options.tokenizer,
     )
