@@ -14,6 +14,7 @@ from tilefold.ops._shared import row_groups
 from tilefold.ops._shared.row_groups import (
     RowGroup,
     apply_rowwise,
+    few_rows_sizes,
     group_rows,
     grouped_linear,
     grouping_rows,
@@ -96,6 +97,40 @@ def forgotten_sizes() -> Iterator[None]:
 def _forget_sizes() -> None:
     row_groups._probe_of.cache_clear()
     row_groups._usable_groups.cache_clear()
+
+
+def test_padding_that_is_free_avoids_a_second_group() -> None:
+    assert group_rows(9, SIZES, free_padding=7) == [RowGroup(0, 9, 16)]
+    assert group_rows(17, SIZES, free_padding=7) == [RowGroup(0, 16, 16), RowGroup(16, 17, 4)]
+
+
+def test_groups_of_a_gpu_with_few_rows_have_small_sizes() -> None:
+    sizes = row_groups._GPU_SIZES
+    free_padding = row_groups._GPU_FREE_PADDING
+    for n_rows, expected in ((1, [32]), (100, [128]), (129, [256]), (300, [512]), (2100, [2048, 64])):
+        groups = group_rows(n_rows, sizes, free_padding)
+        assert [group.size for group in groups] == expected
+
+
+def test_sizes_of_few_rows_are_usable_for_all_weights(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    multiply = row_groups._multiply
+
+    def differs_for_few_rows_of_wide_weights(
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        products = multiply(rows, weight, bias)
+        is_other_kernel = rows.size(0) <= 32 and weight.size(0) == 24
+        return products * (1 + 2**-20) if is_other_kernel else products
+
+    _without_probes(monkeypatch, differs_for_few_rows_of_wide_weights)
+    narrow, wide = torch.randn(8, 16), torch.randn(24, 16)
+    assert few_rows_sizes([(narrow, False)]) == (32, 64, 128, 256)
+    assert few_rows_sizes([(narrow, False), (wide, True)]) == (64, 128, 256)
 
 
 def test_sizes_with_other_bits_are_not_used(

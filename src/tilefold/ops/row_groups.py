@@ -3,6 +3,7 @@
 from tilefold.ops._shared.row_groups import (
     LEAST_GPU_ROWS,
     apply_rowwise,
+    few_rows_sizes,
     grouped_linear,
     grouping_rows,
     normalize_rows,
@@ -11,6 +12,7 @@ from tilefold.ops._shared.row_groups import (
 __all__ = [
     "LEAST_GPU_ROWS",
     "apply_rowwise",
+    "few_rows_sizes",
     "grouped_linear",
     "grouping_rows",
     "normalize_rows",

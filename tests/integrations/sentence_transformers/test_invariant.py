@@ -32,7 +32,6 @@ from tilefold.integrations.sentence_transformers.streaming import stream
 from tilefold.integrations.transformers.packed import LONGEST_NAMES
 from tilefold.ops._shared import row_groups
 from tilefold.ops.implementations import SWITCH
-from tilefold.ops.row_groups import LEAST_GPU_ROWS
 
 _WORDS = [
     "a",
@@ -258,7 +257,31 @@ def test_a_filler_text_changes_no_vector(
 
     monkeypatch.setattr(packing.PackedForward, "_run_packed", count_tokens)
     assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
-    assert numbers_of_tokens == [LEAST_GPU_ROWS]
+    assert numbers_of_tokens == [32]
+
+
+def test_few_tokens_are_padded_to_a_number_that_all_layers_multiply_alike(
+    monkeypatch: pytest.MonkeyPatch,
+    dense_folder: Path,
+) -> None:
+    model = _dense_model(dense_folder)
+    accelerate(model, invariant=True)
+    (forward,) = packing.packed_forwards(model)
+    assert [forward.padded_token_count(count) for count in (1, 32, 33, 100, 300)] == [
+        32,
+        32,
+        64,
+        128,
+        300,
+    ]
+    is_usable = row_groups._Probe.is_usable
+
+    def is_usable_or_wide(probe: row_groups._Probe, size: int) -> bool:
+        is_refused = size < 128 and probe._kind.n_outputs > probe._kind.n_inputs
+        return not is_refused and is_usable(probe, size)
+
+    monkeypatch.setattr(row_groups._Probe, "is_usable", is_usable_or_wide)
+    assert [forward.padded_token_count(count) for count in (1, 33, 129)] == [128, 128, 256]
 
 
 def test_a_filler_text_has_token_types_if_the_other_texts_have_them(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -37,6 +37,7 @@ __all__ = [
     "LEAST_GPU_ROWS",
     "RowGroup",
     "apply_rowwise",
+    "few_rows_sizes",
     "group_rows",
     "grouped_linear",
     "grouped_product",
@@ -67,14 +68,18 @@ def _candidate_sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]
 
 
 # Candidates for the number of rows of a product, by the type of the device. On CPUs, the time of a
-# product of few rows follows their number. GPUs take as long for 256 rows as for 1.
+# product of few rows follows their number.
 _CPU_SIZES = _candidate_sizes(smallest=2, largest=4096, steps=8)
-_GPU_SIZES = _candidate_sizes(smallest=256, largest=32768, steps=4)
-# Packs of fewer tokens are padded to this number on GPUs, so that layers need not pad their rows.
-LEAST_GPU_ROWS = _GPU_SIZES[0]
+# A GPU multiplies this number of rows by a small weight in 16 bits about as fast as one row.
+LEAST_GPU_ROWS = 256
+# In fp32 and with large weights, fewer rows take less time, but their kernels may give other bits.
+_FEW_GPU_ROWS = (32, 64, 128)
+_GPU_SIZES = _FEW_GPU_ROWS + _candidate_sizes(smallest=LEAST_GPU_ROWS, largest=32768, steps=4)
 # A group may be padded by this share of its rows, and always by less than the smallest size. More
 # rows are multiplied in two groups.
 _MAX_PADDING_SHARE = 1 / 8
+# GPUs multiply this number of rows more in less time than a second group.
+_GPU_FREE_PADDING = LEAST_GPU_ROWS - 1
 # Candidates for the least number of rows of a function of rows, by the type of the device. On GPUs,
 # the reductions of torch divide a row among other threads if there are fewer than 8 or 16 rows.
 _CPU_LEAST_ROWS = (1, 2, 4, 8, 16, 32)
@@ -162,15 +167,17 @@ def groups_rows() -> bool:
     return _groups_rows.get()
 
 
-def group_rows(n_rows: int, sizes: Sequence[int]) -> list[RowGroup]:
+def group_rows(n_rows: int, sizes: Sequence[int], free_padding: int = 0) -> list[RowGroup]:
     """Divide rows into groups whose products have one of a few sizes.
 
     A group is as large as possible. The rest is one padded group, unless the padding would be more
-    than an eighth of its rows and not less than the smallest size; then it is divided again.
+    than an eighth of its rows, more than the free padding, and not less than the smallest size;
+    then it is divided again.
 
     Args:
         n_rows: the number of rows.
         sizes: the sizes, ascending.
+        free_padding: padding of so many rows takes less time than one more group.
 
     Examples:
         >>> group_rows(47, sizes=(8, 16, 32, 64))
@@ -182,7 +189,7 @@ def group_rows(n_rows: int, sizes: Sequence[int]) -> list[RowGroup]:
         remaining = n_rows - start
         position = bisect.bisect_left(sizes, remaining)  # of the first size that is large enough
         size = sizes[min(position, len(sizes) - 1)]
-        most_padding = max(sizes[0] - 1, remaining * _MAX_PADDING_SHARE)
+        most_padding = max(free_padding, sizes[0] - 1, remaining * _MAX_PADDING_SHARE)
         if position > 0 and size - remaining > most_padding:
             size = sizes[position - 1]
         stop = min(start + size, n_rows)
@@ -214,16 +221,27 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         >>> bool((grouped_linear(rows, weight)[7] == grouped_linear(rows[7:8], weight)[0]).all())
         True
     """
-    device_type = rows.device.type
-    if torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64:
+    dtype = _autocast_dtype(rows)
+    if dtype is not None:
         # Autocast leaves operands of its own dtype as they are.
-        dtype = torch.get_autocast_dtype(device_type)
         rows = rows.to(dtype)
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     n_outputs, n_inputs = weight.shape
     outputs = grouped_product(rows.reshape(-1, n_inputs), weight, bias)
     return outputs.view(*rows.shape[:-1], n_outputs)
+
+
+def _autocast_dtype(operand: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast converts an operand of a product, or None without it.
+
+    Args:
+        operand: the rows or the weight.
+    """
+    device_type = operand.device.type
+    if torch.is_autocast_enabled(device_type) and operand.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -417,6 +435,29 @@ def usable_sizes(weight: Tensor, has_bias: bool) -> tuple[int, ...]:
     return tuple(size for size in probe.sizes if probe.is_usable(size))
 
 
+def few_rows_sizes(products: Iterable[tuple[Tensor, bool]]) -> tuple[int, ...]:
+    """Return the numbers of rows up to 256 that a GPU can multiply by several weights alike.
+
+    If few rows are padded to one of these numbers, none of the products pads them further.
+
+    Args:
+        products: the weight ``[N, K]`` of each product, and whether a bias is added. Only shapes,
+            dtypes and devices matter.
+
+    Returns:
+        Some of the numbers 32, 64 and 128, and :data:`LEAST_GPU_ROWS`.
+
+    Raises:
+        RuntimeError: if no number of rows gives equal bits for one of the weights.
+    """
+    probes = []
+    for weight, has_bias in products:
+        kind = _kind_of(weight, has_bias)
+        probes.append(_probe_of(kind._replace(dtype=_autocast_dtype(weight) or weight.dtype)))
+    sizes = [size for size in _FEW_GPU_ROWS if all(probe.is_usable(size) for probe in probes)]
+    return (*sizes, LEAST_GPU_ROWS)
+
+
 def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
     """Return the kind of the products with a weight.
 
@@ -447,8 +488,9 @@ def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
         kind: the kind of the products.
     """
     probe = _probe_of(kind)
+    free_padding = 0 if kind.device.type == "cpu" else _GPU_FREE_PADDING
     while True:
-        groups = group_rows(n_rows, probe.sizes)
+        groups = group_rows(n_rows, probe.sizes, free_padding)
         # `is_usable` removes a size that fails from `probe.sizes`, so that this loop ends.
         if all(probe.is_usable(group.size) for group in groups):
             return groups

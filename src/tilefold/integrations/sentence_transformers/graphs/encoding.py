@@ -48,6 +48,10 @@ from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
     GraphSize,
     InputBuffers,
 )
+from tilefold.integrations.sentence_transformers.packing.accelerate import (
+    PackedForward,
+    packed_forwards,
+)
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     EXPANDED,
     PACKED,
@@ -58,7 +62,6 @@ from tilefold.integrations.transformers.packed import LONGEST_NAMES, OFFSETS
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
-from tilefold.ops.row_groups import LEAST_GPU_ROWS
 from tilefold.pipeline.rows import RowCapacityError, SparseRows, packed_rows, unpack_capacity_rows
 
 # The numbers of texts, and of tokens of all texts, that graphs are captured for. A batch uses the
@@ -406,6 +409,7 @@ class EncodingGraphs(Replacement):
         self._reads_task: bool | None = None  # whether a module reads the task, None if unknown
         # Whether a Pooling leaves out the tokens of the prompt, None if unknown.
         self._pools_without_prompts: bool | None = None
+        self._packed_forwards: list[PackedForward] | None = None  # of the model, None if unknown
 
     def __getstate__(self) -> Features:
         return {"owner": self.owner, "_graph_factory": self._graph_factory}
@@ -615,9 +619,7 @@ class EncodingGraphs(Replacement):
         """
         with packed_inputs():
             features = self._tokenize(texts, prompt, encoding.task)
-        # Layers of an invariant model need not pad the rows of larger graphs.
-        least_tokens = LEAST_GPU_ROWS if is_invariant(self.owner) else 1
-        size = _graph_size(features, len(texts), encoding.pads_tokens, least_tokens)
+        size = _graph_size(features, len(texts), encoding.pads_tokens, self._padded_token_count)
         if size is None:
             return None
         with self._lock:
@@ -636,6 +638,21 @@ class EncodingGraphs(Replacement):
                     self._raise_row_capacity(captured.inputs.size, error.max_entries)
                     raise
         return None
+
+    def _padded_token_count(self, n_tokens: int) -> int:
+        """Return the least number of tokens of a graph for a batch of packed texts.
+
+        An invariant model has a larger number for few tokens, so that its layers pad no rows.
+
+        Args:
+            n_tokens: the number of tokens of the batch.
+        """
+        if not is_invariant(self.owner):
+            return n_tokens
+        if self._packed_forwards is None:
+            self._packed_forwards = packed_forwards(self.owner)
+        counts = [forward.padded_token_count(n_tokens) for forward in self._packed_forwards]
+        return max(counts, default=n_tokens)
 
     def _replay(self, captured: CapturedEncoding, features: Features) -> bool:
         """Replay a graph on a batch, and return whether its results are valid.
@@ -889,7 +906,7 @@ def _graph_size(
     features: Features,
     n_texts: int,
     pads_tokens: bool,
-    least_tokens: int,
+    padded_token_count: Callable[[int], int],
 ) -> GraphSize | None:
     """Return the size of the graph for a batch.
 
@@ -897,7 +914,8 @@ def _graph_size(
         features: the features of the batch.
         n_texts: the number of texts of the batch.
         pads_tokens: whether the graph computes padded token vectors. Their number is limited.
-        least_tokens: the least number of tokens of a graph for packed texts.
+        padded_token_count: returns the least number of tokens of a graph for packed texts of a
+            number of tokens.
 
     Returns:
         The size, or None if no graph can run the batch.
@@ -909,7 +927,7 @@ def _graph_size(
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names == PACKED:
-        return _packed_graph_size(n_texts, max(ids.size(1), least_tokens), pads_tokens)
+        return _packed_graph_size(n_texts, padded_token_count(ids.size(1)), pads_tokens)
     if EXPANDED in tensor_names:
         # ColBERT queries are expanded to one length, so that exact sizes need few graphs.
         return GraphSize(n_texts, ids.numel())

@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.modules import (
     Normalize,
     Pooling,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilefold._internal.typing import Model
 from tilefold.integrations._patches import Replacement, replacements
@@ -58,9 +58,9 @@ from tilefold.integrations.transformers.packed import (
 )
 from tilefold.losses.base_splade import JOINED
 from tilefold.modules.echo import POOLING_MASK
-from tilefold.modules.fused_pooling import Features
+from tilefold.modules.fused_pooling import Features, pass_hidden_states
 from tilefold.ops.packed_attention import token_positions
-from tilefold.ops.row_groups import LEAST_GPU_ROWS
+from tilefold.ops.row_groups import LEAST_GPU_ROWS, few_rows_sizes
 from tilefold.pipeline.rows import to_device
 
 # Frames between a warning of ``pack_inputs`` and the caller of ``accelerate``.
@@ -115,9 +115,8 @@ def use_column_graphs(model: Model) -> None:
     Args:
         model: a model after :func:`pack_inputs`.
     """
-    for transformer, _, replacement in replacements(model):
-        if isinstance(replacement, PackedForward):
-            replacement.column_graphs = ColumnGraphs(transformer)
+    for forward in packed_forwards(model):
+        forward.column_graphs = ColumnGraphs(forward.owner)
 
 
 def require_packed(model: Model) -> None:
@@ -126,9 +125,18 @@ def require_packed(model: Model) -> None:
     Args:
         model: a model after :func:`pack_inputs`.
     """
-    for _, _, replacement in replacements(model):
-        if isinstance(replacement, PackedForward):
-            replacement.requires_packed = True
+    for forward in packed_forwards(model):
+        forward.requires_packed = True
+
+
+def packed_forwards(model: Model) -> list[PackedForward]:
+    """Return the forwards on packed tokens of the Transformers of a model.
+
+    Args:
+        model: a model after :func:`pack_inputs`.
+    """
+    all_replacements = (replacement for _, _, replacement in replacements(model))
+    return [forward for forward in all_replacements if isinstance(forward, PackedForward)]
 
 
 def _is_stock(routes: list[Route]) -> bool:
@@ -370,6 +378,8 @@ class PackedForward(Replacement):
     requires_packed = False
     # The network that was examined last, and its padding position.
     _examined: tuple[Any, int | None] = (None, None)
+    # The network that was examined last, and one of its linear layers for each shape.
+    _examined_layers: tuple[Any, list[nn.Linear]] = (None, [])
 
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Return the features with the output of the Transformer.
@@ -459,6 +469,27 @@ class PackedForward(Replacement):
             self._examined = (network, position)
         return position
 
+    def padded_token_count(self, n_tokens: int) -> int:
+        """Return the number of tokens to which few tokens are padded, so that layers pad no rows.
+
+        Args:
+            n_tokens: the number of tokens of an invariant model on a GPU.
+        """
+        if n_tokens >= LEAST_GPU_ROWS:
+            return n_tokens
+        products = [(layer.weight, layer.bias is not None) for layer in self._layers_by_shape()]
+        return next(size for size in few_rows_sizes(products) if size >= n_tokens)
+
+    def _layers_by_shape(self) -> list[nn.Linear]:
+        """Return one linear layer of each shape of the network, whose modules are examined once."""
+        network = self.owner.model
+        examined_network, layers = self._examined_layers
+        if examined_network is not network:
+            layers = _layers_by_shape(network)
+            # One assignment, so that other threads never see a network without its layers.
+            self._examined_layers = (network, layers)
+        return layers
+
     def _run_with_filler(self, features: Features, kwargs: Features) -> Features:
         """Run the forward with a filler text, so that no layer needs to pad its rows.
 
@@ -467,7 +498,10 @@ class PackedForward(Replacement):
             kwargs: other arguments of the forward.
         """
         n_tokens = features["input_ids"].size(1)
-        filled = with_filler_text(features, LEAST_GPU_ROWS)
+        n_padded = self.padded_token_count(n_tokens)
+        if n_padded == n_tokens:
+            return self._run_packed(features, kwargs)
+        filled = with_filler_text(features, n_padded)
         outputs = self._run_packed(filled, kwargs)
         name = self.owner.module_output_name
         outputs = {**outputs, **features, name: outputs[name][:, :n_tokens]}
@@ -512,6 +546,20 @@ def _move_offsets(features: Features) -> None:
     device = features["input_ids"].device
     if offsets.device != device:
         features.update(dict.fromkeys(OFFSET_NAMES, to_device(offsets.numpy(), device)))
+
+
+def _layers_by_shape(network: nn.Module) -> list[nn.Linear]:
+    """Return one linear layer for each shape of weights, and with or without a bias.
+
+    Args:
+        network: the network of a Transformer. A fused LM head, which multiplies nothing, is left
+            out.
+    """
+    layers = {}
+    for module in network.modules():
+        if isinstance(module, nn.Linear) and vars(module).get("forward") is not pass_hidden_states:
+            layers[module.weight.shape, module.bias is not None] = module
+    return list(layers.values())
 
 
 def _has_few_rows_of_gpu(features: Features) -> bool:
