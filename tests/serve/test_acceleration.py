@@ -84,6 +84,20 @@ def test_raw_vectors_do_not_drop_the_graphs(
     assert np.linalg.norm(raw_vector) > 1.01
 
 
+def test_served_token_vectors_equal_those_of_the_stock_model(late: Any) -> None:
+    model = copy.deepcopy(late)
+    accelerate(model)
+    model.encoding_graphs = EncodingGraphs(model, EagerGraph)
+    with serving(Service([Served(model, "multi-vector", "late")])) as client:
+        token_vectors = client.post("/embed_all", {"inputs": TEXTS}).json
+        acceleration = client.get("/info").json["acceleration"]["multi-vector"]
+    expected = late.encode_document(TEXTS)
+    for vectors, expected_vectors in zip(token_vectors, expected, strict=True):
+        assert_near(vectors, expected_vectors)
+    assert acceleration["packed"]
+    assert acceleration["graphs"] > 0
+
+
 def test_info_says_whether_models_are_accelerated(
     dense_client: Client,
     accelerated: Any,

@@ -445,8 +445,17 @@ def test_a_generation_of_another_model_takes_over_with_its_model(
     encoder: Served,
     two_sided: Any,
     collection: Collection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = Served(two_sided, "sparse", "two-sided")
+    warmed_up: list[str] = []
+    warm_up_model = Service.warm_up_model
+
+    def record_and_warm_up(service: Service, model: Served) -> None:
+        warmed_up.append(model.name)
+        warm_up_model(service, model)
+
+    monkeypatch.setattr(Service, "warm_up_model", record_and_warm_up)
 
     def open_with_other_model(served: Searchable, generation: str) -> Searchable:
         return Searchable(NAME, open_index(path), other, generation=generation)
@@ -463,6 +472,7 @@ def test_a_generation_of_another_model_takes_over_with_its_model(
         assert running.reload().status == 200
         queries = r.encode_queries(two_sided, {"q": "csv files"})
         expected = open_index(path).search(queries, 100)[0]
+        assert warmed_up == ["two-sided"]
         assert running.ids() == [hit.id for hit in expected]
         assert running.client.get("/info").json["model_id"] == "two-sided"
 

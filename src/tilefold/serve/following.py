@@ -22,9 +22,8 @@ from tilefold.retrieval.index.generations import (
     verify_files,
 )
 from tilefold.retrieval.index.opening import gpus_of, opened_parts
-from tilefold.retrieval.search.searcher import SearchRequest
 from tilefold.serve.bodies import ServeError
-from tilefold.serve.searchable import QUERY, Searchable
+from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
 
 __all__ = ["IndexFollower", "IndexSource", "Refusal"]
@@ -37,7 +36,6 @@ _MEMORY_SHARE = 0.9
 _DEVICE_MEMORY_SHARE = 0.5
 # Time between two looks for a requested reload, if the folder is not watched.
 _REQUEST_SECONDS = 1.0
-_PROBE_TEXT = "a"
 
 # A logger of its own, so that `tilefold serve` can show its messages of level INFO.
 _logger = logging.getLogger("tilefold.serve.following")
@@ -325,31 +323,23 @@ class IndexFollower:
             raise MemoryError(_memory_message("GPU memory", needed.device_bytes, free_bytes))
 
     async def _search_once(self, searchable: Searchable) -> None:
-        """Search a generation once, so that no request waits for its initialisation.
+        """Search a generation, so that no request waits for its initialisation.
+
+        Models that are not served yet are initialised before.
 
         Args:
             searchable: the generation, which is not served yet.
         """
         service = self.service
-        vector = None
+        for model in searchable.models:
+            if model not in self.served.models:
+                await service.run_in_background(service.warm_up_model, model)
         encoder = searchable.encoder
-        if encoder is not None:
-            key = encoder.batch_key("query", prompt_name=None)
-
-            def encode() -> object:
-                return encoder.encode(key, [_PROBE_TEXT])[0]
-
-            if encoder in self.served.models:
-                row = await service.run_on_device(encoder, encode)
-            else:
-                row = await service.run_in_background(encode)
-            vector = searchable.query_vector(row)
-        await service.run_search(
-            searchable.searcher.rank,
-            {QUERY: _PROBE_TEXT},
-            SearchRequest(1),
-            vector,
-        )
+        if encoder is not None and encoder in self.served.models:
+            row = await service.run_on_device(encoder, searchable.encode_probe)
+        else:
+            row = await service.run_in_background(searchable.encode_probe)
+        await service.run_search(searchable.search_probe, row)
 
     def _refuse(self, generation: IndexGeneration | None, error: BaseException) -> None:
         """Record that a generation does not take over, and log it the first time.

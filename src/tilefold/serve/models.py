@@ -525,19 +525,19 @@ class Served:
         if key.has_token_ids:
             embeddings = self._forward_token_ids(key, inputs)["sentence_embedding"]
             # truncated as by ``encode`` of sentence-transformers, which was not called
-            encoded = embeddings[:, : self.model.truncate_dim]
+            encoded = embeddings[:, : self.model.truncate_dim].float().cpu().numpy()
         else:
             encoded = encode_with_model_method(
                 self.model,
                 inputs,
                 key.side,
                 prompt_name=key.prompt_name,
-                convert_to_tensor=True,
+                convert_to_numpy=True,  # a CUDA graph has copied them to the CPU already
             )
-        vectors = encoded.detach().float().cpu()
-        if not vectors.isfinite().all():
-            _check_finite(list(vectors), "vectors")
-        return list(vectors.numpy())
+        vectors = np.asarray(encoded, np.float32)
+        if not np.isfinite(vectors).all():
+            _check_finite(list(torch.from_numpy(vectors)), "vectors")
+        return list(vectors)
 
     def _forward_token_ids(self, key: BatchKey, inputs: Sequence[Sequence[int]]) -> Any:
         """Call the model with token ids, without a prompt, special tokens or query expansion.

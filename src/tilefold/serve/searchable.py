@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,8 @@ from tilefold.retrieval.index import DENSE, SparseIndex
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.dense import DenseIndex
 from tilefold.retrieval.index.late import LateIndex
+from tilefold.retrieval.index.opening import gpus_of
+from tilefold.retrieval.index.query_graphs import SEARCHES_BEFORE_CAPTURE
 from tilefold.retrieval.index.segments import Segments
 from tilefold.retrieval.search.searcher import (
     Ranking,
@@ -173,17 +175,37 @@ class Searchable:
             return ()
         return documents.values()
 
-    def first_search(self) -> Callable[[], object]:
-        """Encode a word, and return a function that searches for it.
+    def encode_probe(self) -> Any:
+        """Encode a word as a query, in the only thread that uses the model at that time.
 
-        The first call of the function copies the index to the GPU that searches it.
+        Returns:
+            The encoded word, for :meth:`search_probe`; ``None`` for a BM25 index.
         """
-        vector = None
-        if self.encoder is not None:
-            key = self.encoder.batch_key("query", prompt_name=None)
-            vector = self.query_vector(self.encoder.encode(key, [_PROBE_TEXT])[0])
-        request = SearchRequest(_PROBE_HITS)
-        return functools.partial(self.searcher.rank, {QUERY: _PROBE_TEXT}, request, vector)
+        if self.encoder is None:
+            return None
+        key = self.encoder.batch_key("query", prompt_name=None)
+        return self.encoder.encode(key, [_PROBE_TEXT])[0]
+
+    def search_probe(self, row: Any) -> None:
+        """Search for a word, so that no request waits for the initialisation of the index.
+
+        The first search copies the index to the GPU that searches it. On a GPU, the word is
+        searched for until a CUDA graph of the search was captured.
+
+        Args:
+            row: the word as :meth:`encode_probe` has encoded it.
+        """
+        vector = None if row is None else self.query_vector(row)
+        search = functools.partial(
+            self.searcher.rank,
+            {QUERY: _PROBE_TEXT},
+            SearchRequest(_PROBE_HITS),
+            vector,
+        )
+        search()
+        if gpus_of(self.index):
+            for _ in range(SEARCHES_BEFORE_CAPTURE):
+                search()
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """Convert an encoded query to the form in which the index searches with it.

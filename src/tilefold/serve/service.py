@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.retrieval.errors import MissingDocumentError
+from tilefold.retrieval.index.opening import gpus_of
 from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
 from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
 from tilefold.serve.images import ImageInput, blank_page, count_pixels, decode_image
@@ -381,18 +382,26 @@ class Service:
         short texts are captured, too. A model of page images encodes a blank page as a document.
         """
         for model in self.models.values():
-            for side in SIDES:
-                key = model.batch_key(side, prompt_name=None)
-                if side == "document" and model.takes_images:
-                    model.encode(key._replace(has_images=True), [blank_page()])
-                    continue
-                encode = functools.partial(model.encode, key)
-                encode(["a"])
-                graphs = graphs_of(model.model)
-                if graphs is not None:
-                    graphs.warm(encode)
-                for texts in self._warm_up_batches(model, side):
-                    encode(texts)
+            self.warm_up_model(model)
+
+    def warm_up_model(self, model: Served) -> None:
+        """Encode texts with one model, as :meth:`warm_up` does.
+
+        Args:
+            model: the model, which need not be served yet.
+        """
+        for side in SIDES:
+            key = model.batch_key(side, prompt_name=None)
+            if side == "document" and model.takes_images:
+                model.encode(key._replace(has_images=True), [blank_page()])
+                continue
+            encode = functools.partial(model.encode, key)
+            encode(["a"])
+            graphs = graphs_of(model.model)
+            if graphs is not None:
+                graphs.warm(encode)
+            for texts in self._warm_up_batches(model, side):
+                encode(texts)
 
     def _warm_up_batches(self, model: Served, side: Side) -> Iterator[list[str]]:
         """Yield batches of synthetic texts that the model encodes before the server is ready.
@@ -413,19 +422,22 @@ class Service:
     def warm_up_search(self) -> None:
         """Search for a word in the threads of later searches, so that no request waits for them.
 
-        The first search copies the index to its GPU, and every thread needs handles of the GPU's
-        libraries, or a team of CPU threads, of its own. Without an index, nothing happens.
+        On a GPU, several threads search at the same time: each of them needs handles of the GPU's
+        libraries, and a CUDA graph of the search, of its own. Without an index, nothing happens.
         """
-        if self.searchable is None:
+        searchable = self.searchable
+        if searchable is None:
             return
-        search = self.searchable.first_search()
-        self._search_threads.submit(search).result()
-        # Every thread waits for the others, so that none of them runs two of the searches.
+        row = searchable.encode_probe()
+        self._search_threads.submit(searchable.search_probe, row).result()
+        if not gpus_of(searchable.index):
+            return
+        # Every thread waits for the others, so that none of them runs two of the calls.
         barrier = threading.Barrier(_MIN_SEARCHES)
 
         def search_together() -> None:
             barrier.wait()
-            search()
+            searchable.search_probe(row)
 
         results = [self._search_threads.submit(search_together) for _ in range(_MIN_SEARCHES)]
         for result in results:
