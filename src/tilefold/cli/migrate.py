@@ -341,11 +341,12 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     )
 
     record = MigrationRecord.read(request.index)
+    migration = None if record is None else Migration(request.index, record)
     if record is not None:
         request = request.resumed(record)
-        if Migration(request.index, record).is_cut_over:
-            _print_state(request, Migration(request.index, record))
-            return
+    if migration is not None and migration.is_cut_over:
+        _print_state(request, migration)
+        return
     if request.model is None or request.data is None:
         missing = "--model" if request.model is None else "--data"
         raise UsageError(
@@ -358,12 +359,11 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         _ = encoder.fingerprint  # raises an error before anything is written
     elif _recorded_name(request.model) != record.model:
         _check_recorded_model(request, encoder, record)
-    if record is None or not Migration(request.index, record).is_built:
-        if record is not None:
-            note(f"resuming the migration of {request.index} to {record.model}")
+    if migration is None:
         migration = _build(request, request.data, encoder)
-    else:
-        migration = Migration(request.index, record)
+    elif not migration.is_built:
+        note(f"resuming the migration of {request.index} to {migration.record.model}")
+        migration = _build(request, request.data, encoder)
     migration.catch_up(encoder)
     if request.cut_over:
         _models.checked_model_name(request.model, "--model")  # a server loads it next

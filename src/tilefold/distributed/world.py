@@ -76,12 +76,13 @@ class World:
         """
         if self._group is None:
             return function()
-        message: list[Any] = [None, None]  # the result, and the text of an error
+        # The result, and the text of an error. torch broadcasts the entries of a list in place.
+        message: list[Any] = [None, None]
         error: Exception | None = None
         if self.rank == 0:
             try:
                 message[0] = function()
-            except Exception as raised:  # any error: the other ranks wait for the message
+            except Exception as raised:  # of any kind, because the other ranks wait for a message
                 error = raised
                 message[1] = f"rank 0: {type(raised).__name__}: {raised}"
         with self.explaining_lost_ranks():

@@ -353,8 +353,8 @@ def activated_lm_loss(
             "chunk must be at least 1 and activated_weight at least 0, "
             f"got {chunk} and {activated_weight}.",
         )
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    sums = hidden.new_zeros(3, dtype=wide)
+    sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    sums = hidden.new_zeros(3, dtype=sum_dtype)
     for start in range(0, len(hidden), chunk):
         positions = slice(start, start + chunk)
         # hidden, weight and bias are arguments, so that the recomputation gives them gradients
@@ -369,11 +369,11 @@ def activated_lm_loss(
             preserve_rng_state=False,
         )
     count = (labels != ignore_index).sum().clamp(min=1)
-    plain, activated, alive = (sums / count).unbind()  # in the order of _loss_sums
+    plain_loss, activated_loss, alive = (sums / count).unbind()  # in the order of _loss_sums
     return ActivatedLmLoss(
-        plain + activated_weight * activated,
-        plain.detach(),
-        activated.detach(),
+        plain_loss + activated_weight * activated_loss,
+        plain_loss.detach(),
+        activated_loss.detach(),
         alive.detach(),
     )
 

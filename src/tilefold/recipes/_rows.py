@@ -425,15 +425,17 @@ def _find_positive_rows(
     candidates = rows.offsets[groups[pairs]]  # row that is compared next, for each of them
     ends = rows.offsets[groups[pairs] + 1]
     while pairs.size:
+        # Drop the pairs whose rows have all been compared.
         has_candidate = candidates < ends
-        pairs, candidates, ends = (
-            pairs[has_candidate],
-            candidates[has_candidate],
-            ends[has_candidate],
-        )
+        pairs = pairs[has_candidate]
+        candidates = candidates[has_candidate]
+        ends = ends[has_candidate]
         is_match = positions[rows.document[candidates]] == relevant[pairs]
         positive_rows[pairs[is_match]] = candidates[is_match]
-        pairs, candidates, ends = pairs[~is_match], candidates[~is_match] + 1, ends[~is_match]
+        # The other pairs go on with their next row.
+        pairs = pairs[~is_match]
+        candidates = candidates[~is_match] + 1
+        ends = ends[~is_match]
     return positive_rows
 
 

@@ -108,30 +108,39 @@ class _AdminRoutes:
     def router(self) -> APIRouter:
         """Create the router with all routes."""
         router = APIRouter()
-        summary = "Open the current generation of the index, which takes over between two requests"
-        add_route(router, self.service, _RELOAD_PATH, self.reload, summary, method="POST")
-        summary = "Add documents to the index, or replace those with the same ids"
+        add_route(
+            router,
+            self.service,
+            _RELOAD_PATH,
+            self.reload,
+            "Open the current generation of the index, which takes over between two requests",
+            method="POST",
+        )
         add_route(
             router,
             self.service,
             _DOCUMENTS_PATH,
             self.put,
-            summary,
+            "Add documents to the index, or replace those with the same ids",
             PutBody,
             method="PUT",
         )
-        summary = "Remove documents from the index"
         add_route(
             router,
             self.service,
             _DOCUMENTS_PATH,
             self.delete,
-            summary,
+            "Remove documents from the index",
             DeleteBody,
             method="DELETE",
         )
-        summary = "Documents that are pending or failed"
-        add_route(router, self.service, _DOCUMENTS_PATH, self.describe, summary)
+        add_route(
+            router,
+            self.service,
+            _DOCUMENTS_PATH,
+            self.describe,
+            "Documents that are pending or failed",
+        )
         return router
 
     async def reload(self, request: Request) -> Response:

@@ -137,9 +137,10 @@ class Searchable:
 
     @property
     def explains_tokens(self) -> bool:
-        """Whether hits are explained by the tokens that match, which late interaction has.
+        """Whether the server shows which tokens of a hit match the query.
 
-        Pooled vectors stand for several tokens, and explain nothing.
+        It does for late interaction, unless similar token vectors were merged: a merged vector
+        belongs to several tokens.
         """
         if self.encoder is None or not self.documents:
             return False

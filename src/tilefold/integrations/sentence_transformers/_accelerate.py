@@ -231,6 +231,9 @@ def accelerate(
             ``encode``, on a GPU of compute capability 8.9 or higher. Vectors change by a few
             percent, and the LM head stays exact. A CPU computes with the same rounded values, and
             is not faster. Training and checkpoints do not change.
+        invariant: whether ``encode`` gives a text a vector with the same bits alone, in any batch
+            and in any order. The vectors are equal on devices of one kind with the same releases.
+            It excludes ``fp8``, ``quantize`` and ``packed=False``. Training does not change.
 
     Returns:
         A handle; as a context manager, it restores the model on exit.

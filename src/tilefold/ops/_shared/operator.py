@@ -379,7 +379,7 @@ class Operator(Generic[TensorsT, OptionsT]):
                     getattr(inputs[position], "requires_grad", False)
                     for position in self._differentiable
                 )
-                self._start_backward(call, layouts, plan, results, needs, device)
+                self._compile_backward_ahead(call, layouts, plan, results, needs, device)
         return Program(plan, input_names, results, device, call.aligned)
 
     def compile_ahead(
@@ -410,17 +410,17 @@ class Operator(Generic[TensorsT, OptionsT]):
         )
         try:
             plan = self.plans().forward(tensors, options, call.needs, setting_of(device))
-        except KernelUnavailableError:  # the call gives the kernel up
-            return
+        except KernelUnavailableError:
+            return  # the call meets the same error, and falls back
         if plan is None:
             return
         results = self._output_buffers(tensors, options, call.needs)
         named_layouts = dict(zip(self._tensor_names, tensors, strict=True))
         start_plan(plan, named_layouts, results, device, runs_now=False)
         if needs is not None:
-            self._start_backward(call, tuple(tensors), plan, results, needs, device)
+            self._compile_backward_ahead(call, tuple(tensors), plan, results, needs, device)
 
-    def _start_backward(
+    def _compile_backward_ahead(
         self,
         call: Pass,
         layouts: Values,
@@ -429,17 +429,17 @@ class Operator(Generic[TensorsT, OptionsT]):
         needs: Needs,
         device: torch.device,
     ) -> None:
-        """Let background threads compile the kernels of the backward pass of a forward pass.
+        """Let background threads compile the kernels of a backward pass that will follow.
 
-        The gradient of the first result is expected to have its layout. With another one, launches
-        compile what is missing.
+        The gradient of the first result is assumed to have the layout of the result. If its layout
+        differs, the launch compiles what is missing.
 
         Args:
             call: the forward pass.
-            layouts: layouts of its tensors on the meta device.
-            plan: its plan.
-            buffers: shapes and dtypes of its results on the GPU, by name. They cannot be asked of
-                the layouts: some results depend on the device.
+            layouts: layouts of the tensors of the forward pass, on the meta device.
+            plan: plan of the forward pass.
+            buffers: shapes and dtypes of the results of the forward pass, by name. They are those
+                on the GPU, because some results depend on the device.
             needs: which gradients will be computed.
             device: the GPU.
         """
@@ -447,23 +447,24 @@ class Operator(Generic[TensorsT, OptionsT]):
 
         if not any(needs):
             return
-        results: list[Any] = []
+        result_layouts: list[Any] = []
         for name, buffer in buffers.items():
             if buffer is None or name in plan.skipped_results:
-                results.append(None)
+                result_layouts.append(None)
             else:
-                results.append(buffer.on(torch.device("meta")))
-        saved = call.select_saved((*layouts, *results, None))
+                result_layouts.append(buffer.on(torch.device("meta")))
+        saved = call.select_saved((*layouts, *result_layouts, None))
         main_grads = [
             torch.empty_like(layouts[self._tensor_names.index(name)], dtype=torch.float32)
             for name in call.main_grads
         ]
         backward_pass = self._backward_pass(call, needs, aligned=True)
-        inputs = (results[0], *saved, *main_grads)
+        gradient_layout = result_layouts[0]
+        inputs = (gradient_layout, *saved, *main_grads)
         try:
             backward_plan = self._plan_backward(backward_pass, inputs, setting_of(device))
-        except KernelUnavailableError:  # the backward pass gives the kernel up
-            return
+        except KernelUnavailableError:
+            return  # the backward pass meets the same error, and falls back
         if backward_plan is None:
             return
         gradients = self._gradient_buffers(

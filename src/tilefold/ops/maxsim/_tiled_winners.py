@@ -269,14 +269,15 @@ def _add_selected_rows(
 
 
 def _winner_positions(saved: Tensor, selection: Tensor | tuple[slice, slice]) -> Tensor:
-    """Return selected winners in int64.
-
-    CUDA cannot gather uint16, so that uint16 winners are gathered as int16 with the same bits.
+    """Return the winners of a selection of query tokens and documents, as int64.
 
     Args:
-        saved: saved winners.
-        selection: an index of ``saved``.
+        saved: positions of the winning document tokens.
+        selection: the selection, as an index of ``saved``.
     """
     if saved.dtype != torch.uint16:
         return saved[selection].to(torch.int64)
-    return saved.view(torch.int16)[selection].to(torch.int64).bitwise_and_(0xFFFF)
+    # CUDA cannot gather uint16, so the same bits are gathered as int16. Positions from 32,768 on
+    # become negative, and the mask removes the bits of their sign.
+    positions = saved.view(torch.int16)[selection].to(torch.int64)
+    return positions.bitwise_and_(0xFFFF)

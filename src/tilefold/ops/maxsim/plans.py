@@ -665,17 +665,20 @@ def backward(
     if not _is_readable(dscores, all_pairs, setting):
         tensors["dscores"] = dscores  # the builder adds a contiguous copy
         strides = (dscores.size(-1), 1)
-    if not problem.temperature:  # no winner is masked
-        tensors |= {"query_mask": None, "document_mask": None}
+    is_smooth = problem.temperature > 0
+    if not is_smooth:  # masks are not read, because masked tokens are no winners
+        tensors["query_mask"] = None
+        tensors["document_mask"] = None
     need_queries, need_documents = needs
-    # products in fp16 are scaled by the largest gradient, so that they neither overflow nor vanish
-    uses_fp16_products = need_documents or problem.temperature > 0
-    needs_largest = problem.queries.dtype == torch.float16 and uses_fp16_products
-    leading = []
+    # Products in fp16 are scaled by the largest gradient, so that they neither overflow nor vanish.
+    # The gradient of the queries has products only for the smooth maximum.
+    has_products = need_documents or is_smooth
+    needs_largest = problem.queries.dtype == torch.float16 and has_products
+    first_steps = []
     if needs_largest:
         largest_entry = functools.partial(torch.linalg.vector_norm, ord=math.inf)
-        leading.append(TorchStep(largest_entry, ("dscores",), output="largest"))
-    builder = MaxSimPlanBuilder(problem, setting, tensors, *leading)
+        first_steps.append(TorchStep(largest_entry, ("dscores",), output="largest"))
+    builder = MaxSimPlanBuilder(problem, setting, tensors, *first_steps)
     builder.set_parameters(
         stride_q=strides[0] if all_pairs else 0,
         stride_d=strides[-1],
@@ -687,6 +690,7 @@ def backward(
         builder.use_saved_norms()
     elif problem.normalize:
         builder.add_inverse_norms(saved=False)
+    # The query of each row is computed if the forward pass has not saved it.
     if all_pairs and problem.cu_queries is not None and "row_query" not in builder.non_empty:
         builder.replace_tensor("row_query", by="owners")
         builder.add_torch_step(
@@ -694,7 +698,7 @@ def backward(
             ["cu_queries"],
             output="owners",
         )
-    # documents first: their lists of winners are freed before the gradient of the queries
+    # Documents come first, so that their lists of winners are freed before the queries' gradient.
     if need_documents:
         _add_gradient(builder, of_documents=True)
     if need_queries:
@@ -791,24 +795,27 @@ def _query_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     n_query_rows, dim = problem.queries.shape
     has_few_rows = n_query_rows <= _backward_config(builder, "row")["FEW_ROWS"]
     if problem.temperature:
-        kind, kernel = "smooth", smooth.smooth_dqueries_kernel
+        kernel = smooth.smooth_dqueries_kernel
+        config = _backward_config(builder, "smooth")
+        rows_of_program = config["BLOCK_Q"]
     elif problem.pairing == "all" and has_few_rows:
-        kind, kernel = "row", gradients.dqueries_row_kernel
+        kernel = gradients.dqueries_row_kernel
+        config = _backward_config(builder, "row")
+        rows_of_program = 1
     else:
-        kind, kernel = "rows", gradients.dqueries_kernel
-    config = _backward_config(builder, kind)
-    n_column_blocks = cdiv(dim, config["BLOCK_D"])
+        kernel = gradients.dqueries_kernel
+        config = _backward_config(builder, "rows")
+        rows_of_program = config["BLOCK_R"]
     n_programs = problem.n_queries
     if problem.pairing == "all":
-        rows_of_program = {"smooth": "BLOCK_Q", "rows": "BLOCK_R"}
-        block_rows = config[rows_of_program[kind]] if kind in rows_of_program else 1
-        n_programs = cdiv(n_query_rows, block_rows)
-    grid = (n_programs, n_column_blocks, 1)
+        n_programs = cdiv(n_query_rows, rows_of_program)
+    n_column_blocks = cdiv(dim, config["BLOCK_D"])
+    has_complete_rows = kernel is gradients.dqueries_row_kernel and n_column_blocks == 1
     return _GradientKernel(
         kernel,
         config,
-        grid,
-        projects=problem.normalize and kind == "row" and n_column_blocks == 1,
+        grid=(n_programs, n_column_blocks, 1),
+        projects=problem.normalize and has_complete_rows,
     )
 
 
@@ -821,10 +828,11 @@ def _document_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     if problem.pairing == "all" and not problem.temperature:
         return _listed_gradient_kernel(builder)
     if problem.temperature:
-        kind, kernel = "smooth", smooth.smooth_ddocuments_kernel
+        kernel = smooth.smooth_ddocuments_kernel
+        config = _backward_config(builder, "smooth")
     else:
-        kind, kernel = "documents", gradients.ddocuments_kernel
-    config = _backward_config(builder, kind)
+        kernel = gradients.ddocuments_kernel
+        config = _backward_config(builder, "documents")
     slices = _slices_of_document(problem, config)
     return _GradientKernel(
         kernel,

@@ -451,11 +451,10 @@ class LateIndex(TorchIndex):
         query_lengths = queries.offsets.diff().tolist()
         query_rows = [row for row, length in enumerate(query_lengths) if length]
         query_vectors = [queries.rows(row) for row in query_rows]
-        if (
-            devices[0].type == "cpu"
-            and self._centroids is not None
-            and 0 < n_candidates < self.n_documents // 2
-        ):
+        is_on_cpu = devices[0].type == "cpu"
+        # All documents are scored if half of them or more would be candidates.
+        few_candidates = 0 < n_candidates < self.n_documents // 2
+        if is_on_cpu and few_candidates and self._centroids is not None:
             hits_of_queries = self._search_candidates(
                 self._centroids,
                 query_vectors,
@@ -652,15 +651,15 @@ class LateIndex(TorchIndex):
         devices = device_list(device)
         if len(devices) > 1:
             return devices
-        (chosen,) = devices
+        (single_device,) = devices
         # "cuda:1" names one GPU, and "cuda" any number of GPUs.
-        names_one_device = str(chosen) != "cuda"
+        names_one_device = str(single_device) != "cuda"
         already_on_one_gpu = ("cuda",) in self._device_documents
         n_gpus = torch.cuda.device_count()
         if names_one_device or already_on_one_gpu or n_gpus < 2:
-            return [chosen]
-        if self._fits(chosen, self.files.nbytes):
-            return [chosen]
+            return [single_device]
+        if self._fits(single_device, self.files.nbytes):
+            return [single_device]
         return [torch.device("cuda", number) for number in range(n_gpus)]
 
     @property

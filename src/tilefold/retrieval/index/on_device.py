@@ -517,13 +517,17 @@ def _dense_row(query: Tensor | SparseRows, out: Tensor | None = None) -> Tensor:
     """
     if not isinstance(query, SparseRows) and query.layout == torch.strided:
         return query.float() if out is None else out.copy_(query)
+    vocab_size = query.vocab_size if isinstance(query, SparseRows) else query.shape[1]
     if isinstance(query, SparseRows):
-        terms, weights, vocab_size = query.columns, query.values, query.vocab_size
+        terms = query.columns
+        weights = query.values
     elif query.layout == torch.sparse_csr:
-        terms, weights, vocab_size = query.col_indices(), query.values(), query.shape[1]
+        terms = query.col_indices()
+        weights = query.values()
     else:
         entries = _entries_of(query)
-        terms, weights, vocab_size = entries.terms, entries.weights, query.shape[1]
+        terms = entries.terms
+        weights = entries.weights
     dense = torch.zeros(1, vocab_size, device=weights.device) if out is None else out.zero_()
     return dense.index_add_(1, terms, weights.float()[None])
 

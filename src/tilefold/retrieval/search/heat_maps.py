@@ -131,15 +131,30 @@ def patch_grid(
     encoder: Any = model
     is_patch = tokens.input_ids == _image_token_id(encoder.processor)
     n_patches = int(is_patch.sum())
-    n_rows, n_columns, patch_cells = _cells_of_patches(encoder, image, tokens, n_patches)
-    if len(patch_cells) != n_patches:
+    grid = _grid_of_patches(encoder, image, tokens, n_patches)
+    if len(grid.patch_cells) != n_patches:
         raise DataError(
-            f"image: expected {len(patch_cells)} patches of a grid of {n_rows} x {n_columns} "
-            f"cells, got {n_patches} patch tokens from {type(encoder.processor).__name__}.",
+            f"image: expected {len(grid.patch_cells)} patches of a grid of {grid.n_rows} x "
+            f"{grid.n_columns} cells, got {n_patches} patch tokens from "
+            f"{type(encoder.processor).__name__}.",
         )
     cells = torch.full((len(tokens.input_ids), 4), -1, dtype=torch.int64)
-    cells[is_patch] = patch_cells
-    return PatchGrid(n_rows, n_columns, cells[tokens.positions])
+    cells[is_patch] = grid.patch_cells
+    return PatchGrid(grid.n_rows, grid.n_columns, cells[tokens.positions])
+
+
+class _Grid(NamedTuple):
+    """The cells of an image, and those of each patch.
+
+    Attributes:
+        n_rows: number of rows of cells.
+        n_columns: number of columns of cells.
+        patch_cells: as :attr:`PatchGrid.cells`, of the patches only, in the order of their tokens.
+    """
+
+    n_rows: int
+    n_columns: int
+    patch_cells: Tensor
 
 
 def _image_token_id(processor: Any) -> int:
@@ -160,28 +175,25 @@ def _image_token_id(processor: Any) -> int:
     return int(tokenizer.convert_tokens_to_ids(str(image_token)))
 
 
-def _cells_of_patches(
+def _grid_of_patches(
     model: Any,
     image: Image,
     tokens: ScoredTokens,
     n_patches: int,
-) -> tuple[int, int, Tensor]:
-    """Return the grid of an image and the cells of its patches, in the order of their tokens.
+) -> _Grid:
+    """Return the cells of an image and of its patches.
 
     Args:
         model: a ``MultiVectorEncoder`` of page images.
         image: the image.
         tokens: scored tokens of the image.
         n_patches: number of patch tokens.
-
-    Returns:
-        Number of rows, number of columns, and the cells of the patches, ``[n_patches, 4]``.
     """
     image_processor: Any = getattr(model.processor, "image_processor", None)
     if getattr(image_processor, "do_image_splitting", None) is not None:
         n_tile_rows, n_tile_columns = _tiles_of_image(model, image)
         n_tiles = n_tile_rows * n_tile_columns + 1
-        return _cells_of_tiles(n_tile_rows, n_tile_columns, n_patches // n_tiles)
+        return _grid_of_tiles(n_tile_rows, n_tile_columns, n_patches // n_tiles)
     sizes = tokens.features.get("image_grid_thw")
     if sizes is not None:
         # The grid is counted before merge_size x merge_size patches are merged into one token.
@@ -192,7 +204,7 @@ def _cells_of_patches(
         from sentence_transformers.multi_vector_encoder.interpretability import get_n_patches
 
         n_columns, n_rows = get_n_patches(model, image.size)
-    return n_rows, n_columns, _row_major_cells(n_rows, n_columns)
+    return _Grid(n_rows, n_columns, _row_major_cells(n_rows, n_columns))
 
 
 def _tiles_of_image(model: Any, image: Image) -> tuple[int, int]:
@@ -210,11 +222,7 @@ def _tiles_of_image(model: Any, image: Image) -> tuple[int, int]:
     return int(processed["rows"][0][0]), int(processed["cols"][0][0])
 
 
-def _cells_of_tiles(
-    n_tile_rows: int,
-    n_tile_columns: int,
-    n_patches_of_tile: int,
-) -> tuple[int, int, Tensor]:
+def _grid_of_tiles(n_tile_rows: int, n_tile_columns: int, n_patches_of_tile: int) -> _Grid:
     """Return the cells of an image that is divided into tiles of the same number of patches.
 
     The patches come tile by tile. The last tile is the complete image at a lower resolution.
@@ -223,14 +231,11 @@ def _cells_of_tiles(
         n_tile_rows: number of rows of tiles; 0 if the image is not divided.
         n_tile_columns: number of columns of tiles.
         n_patches_of_tile: number of patches of a tile, which is a square number.
-
-    Returns:
-        Number of rows, number of columns, and the cells of the patches.
     """
     side = math.isqrt(n_patches_of_tile)
     tile_cells = _row_major_cells(side, side)
     if not n_tile_rows:
-        return side, side, tile_cells
+        return _Grid(side, side, tile_cells)
     cells = []
     for tile_row in range(n_tile_rows):
         for tile_column in range(n_tile_columns):
@@ -239,7 +244,7 @@ def _cells_of_tiles(
     # A patch of the complete image covers as many cells as there are tiles in each direction.
     stretch = torch.tensor([n_tile_rows, n_tile_columns, n_tile_rows, n_tile_columns])
     cells.append(tile_cells * stretch)
-    return n_tile_rows * side, n_tile_columns * side, torch.cat(cells)
+    return _Grid(n_tile_rows * side, n_tile_columns * side, torch.cat(cells))
 
 
 def _row_major_cells(n_rows: int, n_columns: int) -> Tensor:

@@ -277,24 +277,25 @@ class SparseVectors:
             TypeError: if the positions are not integers.
             IndexError: if a position is out of range.
         """
-        positions_of_rows = np.asarray(rows)
-        if positions_of_rows.size and positions_of_rows.dtype.kind not in "iu":
+        row_numbers = np.asarray(rows)
+        is_integer = row_numbers.dtype.kind in "iu"  # numpy's kinds of signed and unsigned integers
+        if row_numbers.size and not is_integer:
             raise TypeError(
-                f"rows: expected integers, got {positions_of_rows.dtype}; pass positions of rows.",
+                f"rows: expected integers, got {row_numbers.dtype}; pass positions of rows.",
             )
-        chosen = positions_of_rows.astype(np.int64)
-        outside = first_outside(chosen, len(self))
+        row_numbers = row_numbers.astype(np.int64)
+        outside = first_outside(row_numbers, len(self))
         if outside is not None:
             raise IndexError(
-                f"rows: expected positions among {len(self)} rows, got {chosen[outside]}.",
+                f"rows: expected positions among {len(self)} rows, got {row_numbers[outside]}.",
             )
-        positions, offsets = gather_positions(self.indptr, chosen)
+        entries, offsets = gather_positions(self.indptr, row_numbers)
         return replace(
             self,
-            ids=[self.ids[row] for row in chosen.tolist()],
+            ids=[self.ids[row] for row in row_numbers.tolist()],
             indptr=offsets,
-            indices=self.indices[positions],
-            data=self.data[positions],
+            indices=self.indices[entries],
+            data=self.data[entries],
         )
 
     def above(self, min_weight: float) -> SparseVectors:

@@ -54,15 +54,14 @@ def original_forward(transformer: Transformer, features: Features, **kwargs: Any
 
 
 def keep_pooled_tokens(features: Features, output_name: str) -> None:
-    """Remove the tokens that are not pooled from packed features with a pooling mask, in place.
+    """Remove the tokens that a pooling mask excludes from packed features, in place.
 
-    Of echo inputs, the second copy of a text is pooled. The CPU waits for the GPU in mini-batches
-    only, whose number of pooled tokens is not known.
+    Echo inputs have a pooling mask: they repeat a text, and only its second copy is pooled.
 
     Args:
-        features: packed features with the output of the Transformer. Those without a pooling mask
-            do not change.
-        output_name: the name of this output, ``[1, T, D]``.
+        features: packed features with the output of the Transformer. Features without a pooling
+            mask do not change.
+        output_name: the name of the output, ``[1, T, D]``.
     """
     pooling_mask: Tensor | None = features.pop(POOLING_MASK, None)
     if pooling_mask is None:
@@ -70,9 +69,10 @@ def keep_pooled_tokens(features: Features, output_name: str) -> None:
     count: PooledCount = features.pop(POOLED_COUNT)
     is_pooled = pooling_mask[0] != 0  # [T]
     n_pooled = count.n_pooled
-    if count.n_tokens != is_pooled.numel():
-        n_pooled = int(is_pooled.sum())
-    # A stable sort brings pooled tokens to the front. ``nonzero`` would wait for their number.
+    is_mini_batch = count.n_tokens != is_pooled.numel()
+    if is_mini_batch:
+        n_pooled = int(is_pooled.sum())  # the CPU waits for the GPU, since it lacks this number
+    # A stable sort brings pooled tokens to the front. ``nonzero`` would wait for the GPU.
     pooled_tokens = torch.argsort((~is_pooled).int(), stable=True)[:n_pooled]
     n_pooled_before = torch.nn.functional.pad(is_pooled.cumsum(0), (1, 0))  # [T + 1]
     offsets = n_pooled_before[features[OFFSETS].long()].to(torch.int32)

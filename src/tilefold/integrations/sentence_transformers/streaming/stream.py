@@ -157,7 +157,7 @@ def _launch_sparse(
     capacity: int | None = None,
     to_host: bool = True,
 ) -> PendingSparseRows | PendingCapacityRows:
-    """Run the model on features and start copying its sparse rows to the CPU.
+    """Run the model on a batch of texts, and start copying the sparse rows to the CPU.
 
     Args:
         model: an accelerated SparseEncoder.
@@ -792,7 +792,7 @@ class SparseStream(TextStream):
         *,
         is_retry: bool = False,
     ) -> PendingSparseRows | PendingCapacityRows:
-        """Run the model on features and start copying its sparse rows to the CPU.
+        """Run the model on a batch of texts, and start copying the sparse rows to the CPU.
 
         Args:
             features: the output of the model's ``preprocess``.

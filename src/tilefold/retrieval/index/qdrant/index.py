@@ -205,7 +205,7 @@ class QdrantIndex:
                 for name in _SERVER_OPTIONS
                 if name != "collection" and options.get(name) is not None
             }
-            return cls._on_server(
+            return cls._build_on_server(
                 url,
                 options.get("collection"),
                 server_options,
@@ -215,17 +215,17 @@ class QdrantIndex:
                 overwrite=overwrite,
             )
         if folder is not None:
-            return cls._in_folder(
+            return cls._build_in_folder(
                 path_of("folder", folder),
                 documents,
                 layout,
                 callbacks,
                 overwrite=overwrite,
             )
-        return cls._in_temporary_folder(documents, layout, callbacks)
+        return cls._build_in_temporary_folder(documents, layout, callbacks)
 
     @classmethod
-    def _in_temporary_folder(
+    def _build_in_temporary_folder(
         cls,
         documents: Documents,
         layout: Layout,
@@ -240,7 +240,7 @@ class QdrantIndex:
         """
         temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
         try:
-            index = cls._in_folder(
+            index = cls._build_in_folder(
                 Path(temporary) / "index",
                 documents,
                 layout,
@@ -254,7 +254,7 @@ class QdrantIndex:
         return index
 
     @classmethod
-    def _on_server(
+    def _build_on_server(
         cls,
         url: str,
         name: str | None,
@@ -299,7 +299,7 @@ class QdrantIndex:
         return cls(collection, address={"url": url, "collection": name})
 
     @classmethod
-    def _in_folder(
+    def _build_in_folder(
         cls,
         folder: Path,
         documents: Documents,

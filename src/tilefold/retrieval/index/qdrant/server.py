@@ -308,16 +308,16 @@ class ServerEngine(Engine):
             status: the HTTP status.
             error: the error of the client, whose text is quoted.
         """
-        if status in (401, 403):
-            problem = (
-                f"refused the API key (status {status}). Pass another api_key, or set "
-                f"{KEY_VARIABLE}"
+        if status in (401, 403) and self._key:
+            return PermissionError(
+                f"{self.location}: the Qdrant server refused the API key (status {status}). Pass "
+                f"another api_key, or set {KEY_VARIABLE}.",
             )
-            if not self._key:
-                problem = (
-                    f"requires an API key (status {status}). Pass api_key, or set {KEY_VARIABLE}"
-                )
-            return PermissionError(f"{self.location}: the Qdrant server {problem}.")
+        if status in (401, 403):
+            return PermissionError(
+                f"{self.location}: the Qdrant server requires an API key (status {status}). Pass "
+                f"api_key, or set {KEY_VARIABLE}.",
+            )
         if status == 404:
             return FileNotFoundError(
                 f"{self.location}: there is no such collection, or no Qdrant server. Build the "
