@@ -25,6 +25,7 @@ from tests.cli.program import fails
 from tests.processes import environment
 from tests.serve.running import Client, served, wait_until
 from tests.test_imports import HIDE, run_python
+from tilefold.cli import serve as serve_command
 from tilefold.cli._common import CommandError
 from tilefold.cli.serve import ServeRequest, _load_service
 from tilefold.recipes.backbone import minilm_path
@@ -155,6 +156,30 @@ def test_dense_models_are_accelerated_before_they_are_served(
         DenseIndex.build(open_dense(tmp_path / "vectors")).save(index)
     service = _load_service(ServeRequest(model="minilm", index=index), Limits(), print)
     assert service.models["dense"].acceleration == {"packed": True, "graphs": 0}
+
+
+def test_an_index_that_changes_while_the_model_is_loaded_is_opened_again(
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(shared / "index", tmp_path / "index")
+    deleted_id = open_index(tmp_path / "index").ids[0]
+    load_with_index = serve_command._load_with_index
+
+    def load_and_change(*arguments: Any) -> Any:
+        searchable = load_with_index(*arguments)
+        update_index(tmp_path / "index", delete=[deleted_id])  # as another process
+        return searchable
+
+    monkeypatch.setattr(serve_command, "_load_with_index", load_and_change)
+    request = ServeRequest(model=masked_lm, index=tmp_path / "index", watch_seconds=0)
+    service = _load_service(request, Limits(), lambda stage: None)
+
+    assert service.searchable is not None
+    assert service.searchable.generation == read_generation(tmp_path / "index").id
+    assert deleted_id not in service.searchable.index.ids
 
 
 def test_without_fastapi_the_error_says_what_to_install() -> None:

@@ -28,8 +28,10 @@ from tilefold._internal.files import InUseError
 from tilefold.recipes.backbone import minilm_path
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.generations import read_generation, verify_files
+from tilefold.retrieval.index import publishing
+from tilefold.retrieval.index.generations import IndexGeneration, read_generation, verify_files
 from tilefold.retrieval.index.opening import open_index
+from tilefold.retrieval.index.publishing import Publication
 from tilefold.serve import writing
 from tilefold.serve.document_log import Change, DocumentLog
 from tilefold.serve.following import IndexFollower, IndexSource
@@ -103,7 +105,7 @@ def writing_server(
             "papers",
             open_index(path),
             encoder,
-            log.documents(documents) if documents else {},
+            log.documents(documents, generation) if documents else {},
             generation=generation,
         )
 
@@ -181,6 +183,33 @@ def test_a_generation_between_two_changes_of_a_document_shows_the_text_of_its_ve
         wait_until(
             lambda: running.hits("print the label")["parcels"]["text"] == "the second text",
         )
+
+
+def test_a_change_by_another_process_shows_no_text_whose_vector_could_not_be_written(
+    path: Path,
+    encoder: Served,
+    collection: Collection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "_RETRY_SECONDS", 60)
+    deleted_id = next(iter(collection.documents))
+    is_disk_full = False
+
+    def run(arguments: Sequence[str]) -> None:
+        if is_disk_full:
+            r.update_index(path, delete=[deleted_id])  # as another process
+            raise RuntimeError("no space left on device")
+        run_index(arguments)
+
+    with writing_server(path, encoder, dict(collection.documents), run) as running:
+        running.put({**NEW, "text": "the first text"})
+        is_disk_full = True
+        reply = running.put({**NEW, "text": "the second text"})
+        assert reply.json["error"] == "no space left on device"
+        assert running.client.request("POST", "/admin/reload").status == 200
+        hits = running.hits("print the label")
+        assert deleted_id not in hits
+        assert hits["parcels"]["text"] == "the first text"
 
 
 def test_the_log_is_compacted_when_a_segment_was_written(
@@ -674,12 +703,36 @@ def texts_of(log: DocumentLog, generation: str | None = None) -> dict[str, str]:
     return {name: documents[name].text for name in documents}
 
 
-def test_a_pending_text_is_not_shown_before_its_vector(log: DocumentLog) -> None:
+def index_of(log: DocumentLog) -> Path:
+    """Return the index of a log."""
+    return log.folder.with_name("index")
+
+
+@pytest.fixture
+def generations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the generations of an index that does not exist; the last one is current."""
+    generations = ["old"]
+    monkeypatch.setattr(
+        publishing,
+        "read_generation",
+        lambda path: IndexGeneration(generations[-1], "exact", 0),
+    )
+    return generations
+
+
+def test_a_pending_text_is_not_shown_before_its_vector(
+    log: DocumentLog,
+    generations: list[str],
+) -> None:
     log.append([text_change("a", "second"), text_change("a", "third"), text_change("b", "new")])
     assert texts_of(log) == {"a": "first"}
     log.mark_writing(2, {}, "old")
+    with publishing.publishing(index_of(log), log_sequence=2):
+        assert texts_of(log, "old") == {"a": "first"}
+        generations.append("new")  # the segment was added, but is not recorded yet
+        assert texts_of(log, "new") == {"a": "second"}
+    assert texts_of(log, "new") == {"a": "second"}
     assert texts_of(log, "old") == {"a": "first"}
-    assert texts_of(log, "new") == {"a": "second"}  # the segment was added, but is not recorded yet
     log.mark_applied(2, {})
     assert texts_of(log, "new") == {"a": "second"}
     log.mark_applied(4, {})
@@ -688,32 +741,84 @@ def test_a_pending_text_is_not_shown_before_its_vector(log: DocumentLog) -> None
 
 def test_after_a_kill_while_a_segment_was_added_its_generation_decides_on_the_texts(
     log: DocumentLog,
+    generations: list[str],
 ) -> None:
     log.append([text_change("a", "second")])
     log.mark_writing(2, {}, "old")
+    Publication(2, "old").write(index_of(log))
     log.unlock()  # killed
-    restarted = DocumentLog(log.folder.with_name("index"))
+    restarted = DocumentLog(index_of(log))
     assert texts_of(restarted, "old") == {"a": "first"}
     assert texts_of(restarted, "new") == {"a": "second"}
     assert list(restarted.pending(10)) == [2]  # it is written again in any case
+    generations.append("new")
     restarted.lock()
     restarted.append([text_change("a", "third")])
     restarted.mark_writing(3, {}, "new")
     assert texts_of(restarted, "new") == {"a": "second"}
+    with publishing.publishing(index_of(log), log_sequence=3):
+        generations.append("newest")
     assert texts_of(restarted, "newest") == {"a": "third"}
     restarted.unlock()
 
 
-def test_a_segment_that_could_not_be_added_leaves_the_earlier_texts(log: DocumentLog) -> None:
+@pytest.mark.parametrize("is_published", [True, False])
+def test_after_a_kill_another_change_of_the_index_does_not_decide_on_the_texts(
+    log: DocumentLog,
+    generations: list[str],
+    is_published: bool,
+) -> None:
     log.append([text_change("a", "second")])
     log.mark_writing(2, {}, "old")
-    log.mark_not_written("old")
+    Publication(2, "old").write(index_of(log))  # the process that adds the segment is killed
+    if is_published:
+        generations.append("with the segment")
+    with publishing.publishing(index_of(log)):
+        generations.append("of another process")
+
+    text = "second" if is_published else "first"
+    assert texts_of(log, "of another process") == {"a": text}
+
+
+def test_while_a_segment_waits_a_change_by_another_process_leaves_the_earlier_texts(
+    log: DocumentLog,
+    generations: list[str],
+) -> None:
+    log.append([text_change("a", "second")])
+    log.mark_writing(2, {}, "old")
+    with publishing.publishing(index_of(log)):
+        generations.append("of another process")
+
+    for reader in (log, DocumentLog(index_of(log))):
+        assert texts_of(reader, "of another process") == {"a": "first"}
+    # The segment is then added by another attempt.
+    log.mark_writing(2, {}, "of another process")
+    with publishing.publishing(index_of(log), log_sequence=2):
+        generations.append("new")
+    assert texts_of(log, "new") == {"a": "second"}
+
+
+def test_a_segment_that_could_not_be_added_leaves_the_earlier_texts(
+    log: DocumentLog,
+    generations: list[str],
+) -> None:
+    log.append([text_change("a", "second")])
+    log.mark_writing(2, {}, "old")
+    with pytest.raises(OSError, match="full"), publishing.publishing(index_of(log), 2):
+        raise OSError("full")
+    generations.append("of another process")
+
     assert texts_of(log, "of another process") == {"a": "first"}
 
 
-def test_a_document_that_could_not_be_encoded_keeps_its_earlier_text(log: DocumentLog) -> None:
+def test_a_document_that_could_not_be_encoded_keeps_its_earlier_text(
+    log: DocumentLog,
+    generations: list[str],
+) -> None:
     log.append([text_change("a", "impossible"), text_change("b", "impossible")])
     log.mark_writing(3, {"a", "b"}, "old")
+    with publishing.publishing(index_of(log), log_sequence=3):
+        generations.append("new")
     assert texts_of(log, "new") == {"a": "first"}
     log.mark_applied(3, {"a": "not finite", "b": "not finite"})
     for reader in (log, DocumentLog(log.folder.with_name("index"))):

@@ -23,6 +23,7 @@ from tilefold.retrieval.index import DENSE
 from tilefold.retrieval.index.changes import ChangeLog
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
+from tilefold.retrieval.index.publishing import publishing
 from tilefold.retrieval.vectors.shards import MANIFEST_NAME as VECTORS_MANIFEST
 from tilefold.retrieval.vectors.shards import REMEDY as VECTORS_REMEDY
 
@@ -258,6 +259,14 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
             panel="Changes of an index",
         ),
     ] = False
+    log_sequence: Annotated[
+        int | None,
+        option(
+            "For tilefold serve: the last change in its log of documents that --update and "
+            "--delete make.",
+            hidden=True,
+        ),
+    ] = None
     check: Annotated[
         Path | None,
         option(
@@ -607,7 +616,8 @@ def _build_index(request: IndexRequest) -> None:
     splitter = request.passage_splitter()
     with lock_path(request.folder), _common.heartbeat(f"indexing ({request.new_backend})"):
         built = _build(request, splitter)
-        built.save(request.folder, overwrite=request.overwrite)
+        with publishing(request.folder):
+            built.save(request.folder, overwrite=request.overwrite)
         n_documents = built.n_documents
         if request.new_backend == QDRANT:
             built.close()  # its files are open until then
@@ -1039,6 +1049,7 @@ def _change_segments(
                 deleted_ids,
                 metadata=metadata,
                 documents=documents,
+                log_sequence=request.log_sequence,
             )
         if request.merge:
             counts["n_documents"] = merge_segments(request.folder)
@@ -1094,7 +1105,8 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpda
         )
         unknown = unknown_ids(index.ids, deleted_ids, passages)
         changed = index.updated(documents.texts, deleted_ids, documents.metadata)
-        changed.save(output, overwrite=True)
+        with publishing(output, request.log_sequence):
+            changed.save(output, overwrite=True)
     return {
         "n_documents": changed.n_documents,
         "written": len(documents.texts),

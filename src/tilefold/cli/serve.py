@@ -573,20 +573,27 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
         index_path: the value of ``--index``.
         limits: the limits of the service.
     """
-    from tilefold.retrieval.index.generations import read_generation
+    from tilefold.retrieval.index.generations import open_current, read_generation
     from tilefold.serve.document_log import DocumentLog
     from tilefold.serve.following import IndexFollower, IndexSource
     from tilefold.serve.service import Service
     from tilefold.serve.writing import DocumentWriter
 
     log = DocumentLog(index_path)
-    # If the folder changes while the model is loaded, the follower opens it again.
-    generation = read_generation(index_path)
-    searchable = _load_with_index(request, index_path, generation.id, log)
 
     def reopen(served: Searchable, generation_id: str) -> Searchable:
         return _open_generation(request, index_path, generation_id, log, served)
 
+    generation = read_generation(index_path)
+    searchable = _load_with_index(request, index_path, generation.id, log)
+    if read_generation(index_path) != generation:
+        # Another process has changed the index while the model was loaded.
+        first_searchable = searchable
+        searchable = open_current(
+            index_path,
+            lambda current: reopen(first_searchable, current.id),
+        )
+        generation = read_generation(index_path)
     service = Service(searchable.models, limits, request.default_side, searchable)
     source = IndexSource(index_path, reopen, request.watch_seconds)
     follower = IndexFollower(service, source, generation)

@@ -34,6 +34,7 @@ from tilefold._internal.files import (
 from tilefold.retrieval.common.files import json_line, read_json_object, write_json_object
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.publishing import Publication, documents_folder
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -159,14 +160,29 @@ class _Writing:
         sequence: sequence number of the last change of the segment.
         failed: ids of documents that the segment lacks, because they could not be encoded; a list
             in the file.
-        generation: id of the generation of the index before the segment was added.
-        sequence_before: sequence number of the last change that this generation has.
+        sequence_before: sequence number of the last change that the index has without the segment.
     """
 
     sequence: int
     failed: Collection[str]
-    generation: str
     sequence_before: int
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> _Writing:
+        """Create the record that ``applied.json`` has, also that of an earlier version."""
+        return cls(fields["sequence"], fields["failed"], fields["sequence_before"])
+
+    def last_change_in(self, generation: str, publication: Publication | None) -> int:
+        """Return the sequence number of the last change that a generation of the index has.
+
+        Args:
+            generation: id of the generation.
+            publication: the last addition to the index; ``None`` if there was none.
+        """
+        is_of_segment = publication is not None and publication.sequence == self.sequence
+        if is_of_segment and publication.is_in(generation):
+            return self.sequence
+        return self.sequence_before
 
 
 @dataclass(frozen=True)
@@ -201,7 +217,7 @@ class _Applied:
             sequence=int(content["sequence"]),
             failed=content["failed"],
             failed_since=content.get("failed_since", {}),
-            writing=None if writing is None else _Writing(**writing),
+            writing=None if writing is None else _Writing.from_json(writing),
         )
 
     def write(self, path: Path) -> None:
@@ -264,19 +280,23 @@ class _State:
                 self.replaced_bytes += replaced_line.size
             self.latest[line.document_id] = line
 
-    def latest_in(self, generation: str | None) -> dict[str, _Line]:
+    def latest_in(
+        self,
+        generation: str | None,
+        publication: Publication | None,
+    ) -> dict[str, _Line]:
         """Return id -> line of the last change that a generation of the index has.
 
         Args:
             generation: id of the generation; ``None`` for one without a segment that is being
                 added.
+            publication: the last addition to the index; ``None`` if there was none.
         """
         latest = dict(self.latest)
         writing = self.applied.writing
         if writing is None or generation is None:
             return latest
-        has_segment = generation != writing.generation
-        sequence = writing.sequence if has_segment else writing.sequence_before
+        sequence = writing.last_change_in(generation, publication)
         for line in self.pending.values():
             is_in_index = line.sequence <= sequence and line.document_id not in writing.failed
             if is_in_index:
@@ -300,8 +320,8 @@ class DocumentLog:
         Raises:
             DataError: if the log is damaged.
         """
-        index_path = index_path.absolute()  # "." has no name
-        self.folder = index_path.with_name(f"{index_path.name}.documents")
+        self._index = index_path
+        self.folder = documents_folder(index_path)
         self._path = self.folder / _LOG
         self._state = _State()
         self._guard = threading.RLock()
@@ -495,8 +515,7 @@ class DocumentLog:
     def mark_writing(self, sequence: int, failed: Collection[str], generation: str) -> None:
         """Record that pending changes are being added to the index; the log must be locked.
 
-        A generation that is opened from now on shows the texts of these changes, unless it is the
-        current one.
+        A generation shows the texts of these changes if :class:`Publication` says that it has them.
 
         Args:
             sequence: sequence number of the last of the changes.
@@ -507,26 +526,11 @@ class DocumentLog:
             applied = self._state.applied
             sequence_before = applied.sequence
             earlier = applied.writing
-            if earlier is not None:
-                # A process was killed while it added a segment. Another generation has the segment.
-                was_added = generation != earlier.generation
-                sequence_before = earlier.sequence if was_added else earlier.sequence_before
-            writing = _Writing(sequence, list(failed), generation, sequence_before)
+            if earlier is not None:  # an attempt failed, or its process was killed
+                publication = Publication.read(self._index)
+                sequence_before = earlier.last_change_in(generation, publication)
+            writing = _Writing(sequence, list(failed), sequence_before)
             self._write_applied(replace(applied, writing=writing))
-
-    def mark_not_written(self, generation: str) -> None:
-        """Record that pending changes could not be added to the index; the log must be locked.
-
-        Args:
-            generation: id of the current generation of the index. If it is not the one of before,
-                the changes may have been added nevertheless.
-        """
-        with self._guard:
-            applied = self._state.applied
-            writing = applied.writing
-            if writing is not None and writing.generation == generation:
-                unchanged = replace(writing, sequence=writing.sequence_before)
-                self._write_applied(replace(applied, writing=unchanged))
 
     def mark_applied(self, sequence: int, failed: Mapping[str, str]) -> None:
         """Record that the index has all changes up to one; the log must be locked.
@@ -614,13 +618,13 @@ class DocumentLog:
 
         Args:
             base: documents of the collection.
-            generation: id of the generation of the index; ``None`` if no process is adding
-                documents to it.
+            generation: id of the generation of the index, which must still be the current one after
+                this call. ``None`` if no process is adding documents to the index.
         """
         with self._guard:
             self.refresh()
             state = self._state
-            latest = state.latest_in(generation)
+            latest = state.latest_in(generation, Publication.read(self._index))
             if state.file is None or not latest:
                 return base
             deleted = {name for name, line in latest.items() if line.is_deletion}

@@ -77,17 +77,19 @@ class IndexChange:
         vectors: folder with the vectors of the new documents; ``None`` for a BM25 index, or if
             there are none.
         deleted: file with the id of a removed document in each line; ``None`` if there are none.
+        log_sequence: sequence number of the last change in the log.
     """
 
     index: Path
     backend: str
+    log_sequence: int
     data: Path | None
     vectors: Path | None
     deleted: Path | None
 
     def arguments(self) -> list[str]:
         """Return the arguments of ``tilefold index`` that commit the change."""
-        arguments = ["--output", str(self.index)]
+        arguments = ["--output", str(self.index), "--log-sequence", str(self.log_sequence)]
         if self.data is not None:
             arguments += ["--update", "--data", str(self.data)]
         if self.vectors is not None:
@@ -452,12 +454,7 @@ class DocumentWriter:
         run = self.service.run_in_background
         generation = await run(read_generation, self._index)
         await run(self.log.mark_writing, batch.sequence, batch.failed, generation.id)
-        try:
-            await run(self._run_index, change.arguments())
-        except Exception:
-            generation = await run(read_generation, self._index)
-            await run(self.log.mark_not_written, generation.id)
-            raise
+        await run(self._run_index, change.arguments())
 
     async def _encode(self, batch: _Batch, folder: Path) -> Path | None:
         """Encode the documents of a batch into a folder of vectors.
@@ -675,7 +672,7 @@ def _write_change(
     if batch.deleted:
         deleted = folder / "deleted.txt"
         deleted.write_text("".join(f"{name}\n" for name in batch.deleted), encoding="utf-8")
-    return IndexChange(index, backend, data, vectors, deleted)
+    return IndexChange(index, backend, batch.sequence, data, vectors, deleted)
 
 
 def _write_vectors(

@@ -24,6 +24,7 @@ from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index.changes import ChangeLog
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
+from tilefold.retrieval.index.publishing import publishing
 from tilefold.retrieval.index.segments import LIST_NAME, Segments, listed_parts
 from tilefold.retrieval.vectors.shards import Manifest, ShardWriter, check_complete, differences
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_same_vocabulary
@@ -256,6 +257,7 @@ def update_index(
     *,
     metadata: Mapping[str, Fields] | None = None,
     documents: Mapping[str, Document] | None = None,
+    log_sequence: int | None = None,
 ) -> IndexUpdate:
     """Remove documents from a saved index, then add documents or replace those with the same ids.
 
@@ -271,6 +273,8 @@ def update_index(
         documents: document id -> the documents of `vectors`. They are required while the index
             moves to another model (``tilefold migrate``), because that model encodes them as well.
             Otherwise they have no effect.
+        log_sequence: for ``tilefold serve``: sequence number in its log of documents of the last
+            change that the update adds.
 
     Returns:
         ``n_documents``: number of documents in the updated index; ``written``: number of new
@@ -352,7 +356,10 @@ def update_index(
             {"folder": name, "removed": sorted(removed)}
             for name, removed in zip(names, segments.removed, strict=True)
         ]
-        with change_log.recording(delete_ids, new_documents):
+        with (
+            publishing(folder, log_sequence),
+            change_log.recording(delete_ids, new_documents),
+        ):
             write_json_object(
                 segments_folder / LIST_NAME,
                 {"parts": parts, "written": n_written_segments},
@@ -455,7 +462,8 @@ def merge_segments(path: str | Path) -> int:
         index: Any = open_index(folder)
         if isinstance(index, Segments):
             index = index.merged(folder)
-            index.save(folder, overwrite=True)
+            with publishing(folder):
+                index.save(folder, overwrite=True)
     return int(index.n_documents)
 
 

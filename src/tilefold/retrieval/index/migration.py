@@ -60,6 +60,7 @@ from tilefold.retrieval.index.protocol import (
     read_description,
     save_ids,
 )
+from tilefold.retrieval.index.publishing import publishing
 from tilefold.retrieval.index.segments import listed_parts
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
@@ -551,7 +552,9 @@ class Migration:
                     self._replay(entries, encoder)
                 self._check_standby_is_complete()
                 sync_tree(self.standby)  # so that the rename survives a loss of power
-                if not exchange(self.standby, self.index):
+                with publishing(self.index):
+                    was_exchanged = exchange(self.standby, self.index)
+                if not was_exchanged:
                     raise OSError(
                         f"{self.index}: could not be exchanged with {self.standby} in one step; "
                         "the index was not changed. This needs Linux, a file system with "
