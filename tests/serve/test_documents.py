@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,8 +219,8 @@ def test_the_log_is_compacted_when_a_segment_was_written(
     sizes = []
     compact = DocumentLog.compact
 
-    def compact_small_logs(log: DocumentLog) -> bool:
-        is_compacted = compact(log, min_replaced_bytes=1)
+    def compact_small_logs(log: DocumentLog, base: Container[str] | None) -> bool:
+        is_compacted = compact(log, base, min_replaced_bytes=1)
         sizes.append(log.n_bytes)
         return is_compacted
 
@@ -850,6 +850,31 @@ def test_a_compacted_log_has_the_same_documents_and_pending_changes(log: Documen
     log.mark_applied(26, {})
     for other in (log, reader, DocumentLog(log.folder.with_name("index"))):
         assert texts_of(other) == {"a": "text 19", "c": "pending", "d": "new"}
+
+
+def test_a_compacted_log_has_no_deletions_of_documents_that_the_collection_lacks(
+    log: DocumentLog,
+) -> None:
+    base = {"b": Document("b", "", "of the collection")}
+    log.append([text_change("c", "new"), Change("b", None), Change("c", None)])
+    log.append([Change(f"never present {number}", None) for number in range(20)])
+    log.mark_applied(24, {})
+    assert not log.compact(min_replaced_bytes=1)  # without the collection, each may have an effect
+    assert log.compact(base, min_replaced_bytes=1)
+    content = (log.folder / "log.jsonl").read_text()
+    assert [list(json.loads(line))[1] for line in content.splitlines()] == ["put", "delete"]
+    assert '"delete": "b"' in content
+    for reader in (log, DocumentLog(index_of(log))):
+        assert list(reader.documents(base)) == ["a"]
+        assert reader.last == 24
+
+
+def test_few_deletions_are_no_reason_to_rewrite_a_log(log: DocumentLog) -> None:
+    log.append([Change("b", None), Change("never present", None)])
+    log.mark_applied(3, {})
+
+    assert not log.compact({"b"}, min_replaced_bytes=1)
+    assert not log.compact({"b"})
 
 
 def test_sequence_numbers_go_on_if_the_last_changes_were_removed(log: DocumentLog) -> None:

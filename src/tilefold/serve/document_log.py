@@ -6,8 +6,9 @@ document: ``{"sequence": 7, "put": {"_id", "title", "text", "metadata"}}`` or ``
 ``applied.json`` has the sequence number up to which the index has all changes. After a crash the
 later lines are applied again, with the same result.
 
-Lines that later changes have replaced are removed now and then: another file with the remaining
-lines takes the place of ``log.jsonl``. A text that a generation of the index shows is read from the
+Lines without effect are removed now and then: those that later changes have replaced, and deletions
+of documents that the collection does not have. Another file with the remaining lines takes the
+place of ``log.jsonl``. A text that a generation of the index shows is read from the
 file that was there when the generation was opened.
 
 One process writes the log, and any number of processes read it.
@@ -19,7 +20,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -279,6 +280,12 @@ class _State:
             if replaced_line is not None:
                 self.replaced_bytes += replaced_line.size
             self.latest[line.document_id] = line
+
+    @property
+    def removable_bytes(self) -> int:
+        """Largest number of bytes of lines without effect, if no deletion has one."""
+        deletions = (line for line in self.latest.values() if line.is_deletion)
+        return self.replaced_bytes + _n_bytes_of(deletions)
 
     def latest_in(
         self,
@@ -561,14 +568,24 @@ class DocumentLog:
         applied.write(self.folder / _APPLIED)
         self._state.applied = applied
 
-    def compact(self, *, min_replaced_bytes: int = _MIN_REPLACED_BYTES) -> bool:
-        """Remove lines that later changes have replaced, if they are many; the log must be locked.
+    def compact(
+        self,
+        base: Container[str] | None = None,
+        *,
+        min_replaced_bytes: int = _MIN_REPLACED_BYTES,
+    ) -> bool:
+        """Remove lines without effect, if they are many; the log must be locked.
+
+        These are lines that later changes have replaced, and deletions of documents that the
+        collection does not have.
 
         The new file takes the place of the old one in one step. A killed process leaves one of
         both.
 
         Args:
-            min_replaced_bytes: number of bytes of replaced lines from which on the log is
+            base: ids of the documents of the collection; ``None`` if they are unknown, so that all
+                deletions remain.
+            min_replaced_bytes: number of bytes of removed lines from which on the log is
                 rewritten, if they are also more than half of all bytes.
 
         Returns:
@@ -582,10 +599,19 @@ class DocumentLog:
         with self._guard:
             self.refresh()  # an earlier compaction may have failed after it had replaced the file
             state = self._state
-            is_worthwhile = state.replaced_bytes >= max(min_replaced_bytes, state.size / 2)
-            if state.file is None or not is_worthwhile:
+            least_bytes = max(min_replaced_bytes, state.size / 2)
+            needless_deletions: dict[str, _Line] = {}
+            if base is not None and state.removable_bytes >= least_bytes:
+                needless_deletions = {
+                    name: line
+                    for name, line in state.latest.items()
+                    if line.is_deletion and name not in base
+                }
+            n_removed_bytes = state.replaced_bytes + _n_bytes_of(needless_deletions.values())
+            if state.file is None or n_removed_bytes < least_bytes:
                 return False
-            lines = sorted([*state.latest.values(), *state.pending.values()])
+            latest = [line for name, line in state.latest.items() if name not in needless_deletions]
+            lines = sorted([*latest, *state.pending.values()])
             with atomic_file(self._path, durable=True) as temporary, temporary.open("wb") as file:
                 for line in lines:
                     file.write(state.file.read_bytes(line))
@@ -686,6 +712,11 @@ class LoggedDocuments(Mapping[str, Document]):
     def __bool__(self) -> bool:
         """Return whether there are documents, without counting them, for every search."""
         return bool(self._puts) or bool(self.base)
+
+
+def _n_bytes_of(lines: Iterable[_Line]) -> int:
+    """Return the number of bytes of some lines."""
+    return sum(line.size for line in lines)
 
 
 def _lock_inheritable(path: Path) -> IO[bytes] | None:

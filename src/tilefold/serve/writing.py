@@ -33,7 +33,7 @@ from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.vectors.sparse import SparseVectors
 from tilefold.serve.bodies import ServeError, invalid
-from tilefold.serve.document_log import Change, DocumentLog
+from tilefold.serve.document_log import Change, DocumentLog, LoggedDocuments
 from tilefold.serve.following import IndexFollower
 from tilefold.serve.models import Served
 from tilefold.serve.service import EncodeOptions, Service
@@ -400,9 +400,12 @@ class DocumentWriter:
         self.visible = applied
 
     async def _compact_log(self) -> None:
-        """Remove changes from the log that later ones have replaced, if they are many."""
+        """Remove changes without effect from the log, if they are many."""
+        documents = self.follower.served.documents
+        base = documents.base if isinstance(documents, LoggedDocuments) else documents
         try:
-            await self.service.run_in_background(self.log.compact)
+            # A server that shows no documents does not know those of the collection.
+            await self.service.run_in_background(self.log.compact, base or None)
         except OSError as error:  # the log stays as it is, and nothing is lost
             _logger.warning("the log of documents could not be compacted: %s", error)
 
