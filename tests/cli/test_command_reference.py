@@ -45,14 +45,17 @@ def test_the_page_of_a_command_has_each_of_its_options_once(
         for spelling in re.findall(r"(?:^|[/,] )(--[\w-]+|\w+)", entry)
     }
     expected = {"--help"}
-    for parameter in group.commands[command].params:
+    parameters = [
+        parameter
+        for parameter in group.commands[command].params
+        if not getattr(parameter, "hidden", False)
+    ]
+    for parameter in parameters:
         is_option = parameter.opts[0].startswith("-")
         names = (*parameter.opts, *parameter.secondary_opts) if is_option else (parameter.name,)
         expected.update(names)
     assert spellings == expected
-    assert len(entries) == len(group.commands[command].params) + 1, (
-        "those of the command and --help"
-    )
+    assert len(entries) == len(parameters) + 1, "those of the command and --help"
     anchors = [entry["anchor"] for entry in ENTRY.finditer(page)]
     assert len(set(anchors)) == len(anchors)
     assert all(re.fullmatch(r"[\w-]+", anchor) for anchor in anchors)

@@ -296,6 +296,8 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         self._refuse_options_of_other_backends()
         if self.url is None:
             refuse_options({"--collection": self.collection}, "requires --url")
+        if not self.changes_index:
+            refuse_options({"--log-sequence": self.log_sequence}, "requires --update or --delete")
         if self.changes_index and not self.update:
             refuse_options(
                 {"--data": self.data, "--vectors": self.vectors, "--tokens": self.tokens},
