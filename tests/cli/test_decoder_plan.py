@@ -15,13 +15,25 @@ from tests.cli.program import Call, measured
 from tests.integrations.decoder_models import tiny_decoder
 from tilefold.bench import results
 from tilefold.cli import _decoder_plan
-from tilefold.cli._decoder_plan import ALL_WEIGHTS_BYTES, LORA_BYTES, LayerBytes, decoder_shape
+from tilefold.cli._decoder_plan import (
+    ALL_WEIGHTS_BYTES,
+    LORA_BYTES,
+    LORA_DROPOUT_BYTES,
+    LayerBytes,
+    decoder_shape,
+)
 from tilefold.cli._plan import GIB, PEAK_ROWS, TEXTS_PER_PAIR
 from tilefold.integrations.transformers import packed_hidden_states, use_packed
-from tilefold.recipes.decoders import PROJECTIONS
+from tilefold.recipes.decoders import LORA_DROPOUT, PROJECTIONS
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "nvidia-h200"
 N_TOKENS = 250
+TOKENS_PER_PAIR = 82  # mean of the ragged pairs of the benchmark
+PLANNED_BYTES = {
+    "all weights": ALL_WEIGHTS_BYTES,
+    "lora": LORA_BYTES,
+    "lora with dropout": LORA_DROPOUT_BYTES,
+}
 # The ratios of the sizes are those of a Llama of a billion weights.
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -32,13 +44,30 @@ SIZES: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _dropout_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let dropout save a mask of a byte for each value, as it does on a GPU."""
+
+    def dropout(
+        values: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if p == 0 or not training:
+            return values
+        return torch.native_dropout(values, p, training)[0]
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+
+
 def decoder(kind: str, way: str, n_layers: int) -> Any:
     """Return a small decoder that accepts packed tokens.
 
     Args:
         kind: a family of decoders.
-        way: how it is trained: ``"all weights"`` in fp32, ``"bf16"`` weights, or ``"lora"`` on
-            frozen bf16 weights.
+        way: how it is trained: ``"all weights"`` in fp32, ``"bf16"`` weights, or ``"lora"`` or
+            ``"lora with dropout"`` on frozen bf16 weights.
         n_layers: the number of layers.
     """
     options: dict[str, Any] = {**SIZES, "num_hidden_layers": n_layers}
@@ -47,9 +76,10 @@ def decoder(kind: str, way: str, n_layers: int) -> Any:
     network = tiny_decoder(kind, max_position_embeddings=512, **options)
     if way != "all weights":
         network.to(torch.bfloat16)
-    if way == "lora":
+    if way.startswith("lora"):
+        dropout = LORA_DROPOUT if way == "lora with dropout" else 0.0
         network.add_adapter(
-            LoraConfig(r=4, target_modules=list(PROJECTIONS), lora_dropout=0.05),
+            LoraConfig(r=4, target_modules=list(PROJECTIONS), lora_dropout=dropout),
         )
         for parameter in network.parameters():
             if parameter.requires_grad:
@@ -99,11 +129,10 @@ def config_of(kind: str, **options: Any) -> Any:
     return network.config
 
 
-@pytest.mark.parametrize("way", ["all weights", "lora"])
+@pytest.mark.parametrize("way", PLANNED_BYTES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_layers_save_the_planned_bytes(kind: str, way: str) -> None:
-    coefficients = ALL_WEIGHTS_BYTES if way == "all weights" else LORA_BYTES
-    planned = _decoder_plan.layer_bytes(decoder_shape(config_of(kind)), coefficients)
+    planned = _decoder_plan.layer_bytes(decoder_shape(config_of(kind)), PLANNED_BYTES[way])
     assert planned == pytest.approx(saved_in_layer(kind, way), rel=0.05)
 
 
@@ -119,29 +148,18 @@ def test_recomputed_layers_save_their_input(way: str, coefficients: LayerBytes) 
     assert saved_in_layer("llama", way, is_recomputed=True) == pytest.approx(planned, rel=0.01)
 
 
-def test_saved_bytes_explain_the_memory_that_was_measured_on_an_h200() -> None:
+def measured_row(case: str, work: str) -> Any:
+    """Return the row of packed tokens that was measured on an H200."""
     (row,) = (
         row
         for row in results.read_csv(MEASURED / "decoders.csv")
-        if (row["case"], row["work"], row["way"]) == ("llama-1b", "step of 64 pairs", "packed")
+        if (row["case"], row["work"], row["way"]) == (case, work, "packed")
     )
-    n_pairs = 64
-    tokens_per_pair = 82  # mean of the ragged pairs of the benchmark
-    hidden, n_layers, n_parameters, vocab = 2048, 16, 1_498_482_688, 128_256
-    layer = saved_in_layer("llama", "bf16") * hidden / SIZES["hidden_size"]
-    activations = n_pairs * tokens_per_pair * n_layers * layer
-    rows = n_pairs * TEXTS_PER_PAIR * PEAK_ROWS * 4 * vocab
-    weights_and_gradients = 4 * n_parameters  # both in bf16, and SGD has no state
-    planned = (weights_and_gradients + activations + rows) / GIB
-    assert planned == pytest.approx(float(row["peak_gib"]), rel=0.1)
+    return row
 
 
-def test_the_rate_of_encoding_is_that_of_the_row_it_was_fitted_to() -> None:
-    (row,) = (
-        row
-        for row in results.read_csv(MEASURED / "decoders.csv")
-        if (row["case"], row["work"], row["way"]) == ("llama-1b", "encode", "packed")
-    )
+def llama_1b_shape() -> _decoder_plan.DecoderShape:
+    """Return the sizes of the decoder that was measured."""
     config = transformers.LlamaConfig(
         vocab_size=128_256,
         hidden_size=2048,
@@ -150,8 +168,42 @@ def test_the_rate_of_encoding_is_that_of_the_row_it_was_fitted_to() -> None:
         num_key_value_heads=8,
         intermediate_size=8192,
         tie_word_embeddings=False,
+        dtype=torch.bfloat16,
     )
-    shape = decoder_shape(config)
+    return decoder_shape(config)
+
+
+def test_the_plan_of_lora_without_dropout_is_the_memory_that_was_measured_on_an_h200() -> None:
+    row = measured_row("llama-1b-lora", "step of 64 pairs")
+    plan = _decoder_plan.decoder_training(
+        llama_1b_shape(),
+        TOKENS_PER_PAIR,
+        [140.0],
+        mini_batch_size=64,
+        lora_rank=64,
+        lora_dropout=0.0,
+        checkpointing=False,
+    )
+    fixed_gib = plan.weights_gib + plan.gradients_gib + plan.optimizer_gib
+    planned = fixed_gib + 64 * plan.mib_a_pair / 1024
+    assert planned == pytest.approx(float(row["peak_gib"]), rel=0.1)
+
+
+def test_saved_bytes_explain_the_memory_that_was_measured_on_an_h200() -> None:
+    row = measured_row("llama-1b", "step of 64 pairs")
+    n_pairs = 64
+    hidden, n_layers, n_parameters, vocab = 2048, 16, 1_498_482_688, 128_256
+    layer = saved_in_layer("llama", "bf16") * hidden / SIZES["hidden_size"]
+    activations = n_pairs * TOKENS_PER_PAIR * n_layers * layer
+    rows = n_pairs * TEXTS_PER_PAIR * PEAK_ROWS * 4 * vocab
+    weights_and_gradients = 4 * n_parameters  # both in bf16, and SGD has no state
+    planned = (weights_and_gradients + activations + rows) / GIB
+    assert planned == pytest.approx(float(row["peak_gib"]), rel=0.1)
+
+
+def test_the_rate_of_encoding_is_that_of_the_row_it_was_fitted_to() -> None:
+    row = measured_row("llama-1b", "encode")
+    shape = llama_1b_shape()
     assert shape.parameters == 1_498_482_688
     rate = _decoder_plan.decoder_texts_per_second(shape, length=230)
     assert rate == pytest.approx(float(row["docs_s"]), rel=0.02)
@@ -174,6 +226,8 @@ def test_a_plan_of_a_decoder_compares_lora_and_all_weights(call: Call, tmp_path:
             assert step["mib_a_pair"] < steps[rank, False]["mib_a_pair"]
     printed = call(*command, "--gpu-memory", "40").out
     assert "LoRA of rank 64" in printed
+    assert "LoRA with dropout 0.05" in " ".join(printed.split())
+    assert lora["lora_dropout"] == LORA_DROPOUT
     assert "all weights" in printed
     assert "40 GiB" in printed
     assert "no other decoder or GPU" in " ".join(printed.split())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilefold.cli._common import UsageError
@@ -67,17 +67,24 @@ ALL_WEIGHTS_BYTES = LayerBytes(
     keys_norm=6.3,
     checkpoint=4.0,
 )
-# Frozen weights in bf16: hidden states are bf16. LoRA saves the dropped and cast inputs of each
-# projection.
+# Frozen weights in bf16: hidden states are bf16. LoRA saves the cast input of each projection.
 LORA_BYTES = LayerBytes(
-    hidden=38.5,
-    queries=10.3,
+    hidden=18.5,
+    queries=6.3,
     keys=5.0,
-    intermediate=12.1,
+    intermediate=8.1,
     norm=4.0,
     queries_norm=4.2,
     keys_norm=4.3,
     checkpoint=2.0,
+)
+# With dropout, LoRA also saves a mask of a byte for each value of these inputs: five projections
+# read hidden states, one reads the output of attention, and one the intermediate values.
+LORA_DROPOUT_BYTES = replace(
+    LORA_BYTES,
+    hidden=LORA_BYTES.hidden + 5,
+    queries=LORA_BYTES.queries + 1,
+    intermediate=LORA_BYTES.intermediate + 1,
 )
 
 
@@ -205,6 +212,7 @@ class DecoderTraining:
 
     Attributes:
         lora_rank: the rank of LoRA updates; None if all weights are trained.
+        lora_dropout: the dropout probability of LoRA updates; None if all weights are trained.
         checkpointing: whether layers are recomputed in the backward pass.
         weights_gib: the memory of the weights, and of their copies in bf16, in GiB.
         gradients_gib: the memory of the gradients of trained weights, in GiB.
@@ -214,6 +222,7 @@ class DecoderTraining:
     """
 
     lora_rank: int | None
+    lora_dropout: float | None
     checkpointing: bool
     weights_gib: float
     gradients_gib: float
@@ -277,6 +286,7 @@ def decoder_training(
     mini_batch_size: int,
     *,
     lora_rank: int | None,
+    lora_dropout: float | None,
     checkpointing: bool,
 ) -> DecoderTraining:
     """Estimate the memory of training SPLADE on packed tokens, in bf16 autocast with AdamW.
@@ -290,6 +300,7 @@ def decoder_training(
         gpu_memories: the memory of each GPU to plan for, in GiB.
         mini_batch_size: the pairs per mini-batch.
         lora_rank: the rank of LoRA updates; None to train all weights.
+        lora_dropout: the dropout probability of LoRA updates; None without them.
         checkpointing: whether layers are recomputed in the backward pass.
     """
     if lora_rank is None:
@@ -298,7 +309,7 @@ def decoder_training(
         weight_bytes: float = _FP32_BYTES * shape.parameters
         has_fp32_weights = True
     else:
-        coefficients = LORA_BYTES
+        coefficients = LORA_DROPOUT_BYTES if lora_dropout else LORA_BYTES
         trained_parameters = lora_rank * shape.lora_parameters
         weight_bytes = shape.weight_bytes * shape.parameters + _FP32_BYTES * trained_parameters
         has_fp32_weights = shape.weight_bytes == _FP32_BYTES
@@ -325,6 +336,7 @@ def decoder_training(
         fits.append(fit)
     return DecoderTraining(
         lora_rank=lora_rank,
+        lora_dropout=lora_dropout,
         checkpointing=checkpointing,
         weights_gib=weight_bytes / GIB,
         gradients_gib=gradient_bytes / GIB,
@@ -342,12 +354,16 @@ def all_trainings(
 ) -> list[DecoderTraining]:
     """Estimate training with LoRA and of all weights, with and without recomputed layers.
 
+    LoRA has the dropout of the recipe causal-splade.
+
     Args:
         shape: the sizes of the decoder.
         tokens: the tokens of a query and a document together.
         gpu_memories: the memory of each GPU to plan for, in GiB.
         mini_batch_size: the pairs per mini-batch.
     """
+    from tilefold.recipes.decoders import LORA_DROPOUT  # needs torch
+
     return [
         decoder_training(
             shape,
@@ -355,6 +371,7 @@ def all_trainings(
             gpu_memories,
             mini_batch_size,
             lora_rank=lora_rank,
+            lora_dropout=None if lora_rank is None else LORA_DROPOUT,
             checkpointing=checkpointing,
         )
         for lora_rank in (LORA_RANK, None)

@@ -423,6 +423,10 @@ def _print_decoder_plan(request: InfoRequest, model: str, config: Any) -> None:
     )
     columns, rows = _decoder_plan.training_table(trainings, mini_batch_size)
     _common.print_table(columns, rows, right_aligned=columns[2:])
+    typer.echo(
+        f"LoRA with dropout {trainings[0].lora_dropout:g} of the inputs of its updates, as in the "
+        "recipe causal-splade",
+    )
     for line in _encoding_lines(plan):
         typer.echo(line)
     typer.echo(

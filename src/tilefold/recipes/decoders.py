@@ -28,6 +28,7 @@ VARIANTS = ("causal", "bidirectional", "echo")
 # names of the linear layers of attention and MLP in Llama, Mistral, Qwen and similar models
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_ALPHA_PER_RANK = 2  # LoRA's alpha divided by its rank, as in CSPLADE
+LORA_DROPOUT = 0.05  # probability
 TEXT_TO_LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 """Modality configuration of a ``Transformer`` module: texts go to ``forward``, logits come out."""
 
@@ -323,7 +324,7 @@ def add_lora(
     *,
     rank: int = 16,
     alpha: int = 32,
-    dropout: float = 0.05,
+    dropout: float = LORA_DROPOUT,
     excluded_parts: Sequence[str] = (),
     other_targets: Sequence[str] = (),
 ) -> list[str]:
