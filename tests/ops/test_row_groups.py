@@ -107,7 +107,13 @@ def test_padding_that_is_free_avoids_a_second_group() -> None:
 def test_groups_of_a_gpu_with_few_rows_have_small_sizes() -> None:
     sizes = row_groups._GPU_SIZES
     free_padding = row_groups._GPU_FREE_PADDING
-    for n_rows, expected in ((1, [32]), (100, [128]), (129, [256]), (300, [512]), (2100, [2048, 64])):
+    for n_rows, expected in (
+        (1, [32]),
+        (100, [128]),
+        (129, [256]),
+        (300, [512]),
+        (2100, [2048, 64]),
+    ):
         groups = group_rows(n_rows, sizes, free_padding)
         assert [group.size for group in groups] == expected
 

@@ -263,6 +263,28 @@ def test_a_pooling_without_the_prompt_runs_without_graphs(tokenizer_folder: Path
     assert n_graphs(model) == 1
 
 
+def test_long_texts_are_not_tokenised_to_learn_that_no_graph_has_room(
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = build_dense(tokenizer_folder)
+    model = with_graphs(stock)
+    tokenised: list[int] = []
+    tokenize = EncodingGraphs._tokenize
+
+    def record_and_tokenize(graphs: EncodingGraphs, texts: Sequence[str], *args: Any) -> Any:
+        tokenised.append(len(texts))
+        return tokenize(graphs, texts, *args)
+
+    monkeypatch.setattr(EncodingGraphs, "_tokenize", record_and_tokenize)
+    many = [" ".join(WORDS)] * 64  # more than 1,024 tokens, the room for more than 16 texts
+    assert_same_outputs(model.encode(many, batch_size=64), stock.encode(many))
+    assert tokenised == []
+    few = many[:2]
+    assert_same_outputs(model.encode(few), stock.encode(few))
+    assert tokenised == [2]
+
+
 def test_graphs_of_an_invariant_dense_model_keep_the_bits(tokenizer_folder: Path) -> None:
     stock = build_dense(tokenizer_folder)
     model = with_graphs(stock, invariant=True)

@@ -81,6 +81,9 @@ _FEW_TEXTS = TEXT_COUNTS[-1] // 4
 _FEW_TEXTS_CAPACITY_FACTOR = 4
 # The largest number of token vectors, with padding, that a graph may compute.
 _MAX_PADDED_TOKENS = 1 << 17
+# Characters of a token of usual texts, at most. Whether texts with more of them fit into a graph is
+# not examined.
+_CHARACTERS_PER_TOKEN = 8
 # If the model has changed since the capture, a second attempt uses a new graph.
 _MAX_ATTEMPTS = 2
 # The number of tokens that a tokenizer adds to a synthetic text.
@@ -544,7 +547,9 @@ class EncodingGraphs(Replacement):
         Returns:
             The vectors ``[n, D]``, or None if the model must run without a graph.
         """
-        if not self.may_run(texts) or (prompt and self._leaves_out_prompts()):
+        if not self.may_run(texts) or not self._may_fit(texts):
+            return None
+        if prompt and self._leaves_out_prompts():
             return None
         encoding = _DenseEncoding(self, task, normalize, dimension, to_host)
         return self._encode(texts, prompt, encoding)
@@ -746,6 +751,22 @@ class EncodingGraphs(Replacement):
         if self._reads_task is None:
             self._reads_task = "task" in self.owner.get_model_kwargs()
         return self._reads_task
+
+    def _may_fit(self, texts: Sequence[str]) -> bool:
+        """Whether a graph may have room for texts whose vectors are padded, by their characters.
+
+        Tokenising many tokens only to learn that they do not fit would take longer than a graph of
+        other texts saves.
+
+        Args:
+            texts: at most as many texts as the largest graph has room for.
+        """
+        n_sequences = next(count for count in TEXT_COUNTS if count >= len(texts)) + 1
+        room = max(count for count in TOKEN_COUNTS if n_sequences * count <= _MAX_PADDED_TOKENS)
+        max_length = self.owner.max_seq_length
+        limit = room if max_length is None else max_length
+        n_tokens = sum(min(len(text) // _CHARACTERS_PER_TOKEN, limit) for text in texts)
+        return n_tokens <= room
 
     def _leaves_out_prompts(self) -> bool:
         """Whether a Pooling of the model leaves out the tokens of the prompt.
