@@ -176,6 +176,51 @@ def test_equal_scores_are_in_document_order(tmp_path: Path) -> None:
     assert [hit.id for hit in on_two_devices] == ids[:5]
 
 
+@pytest.mark.parametrize("k", [1, 3, 4, 7])
+def test_a_device_that_breaks_ties_arbitrarily_returns_the_first_of_tied_documents(
+    k: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = list(normalize(torch.randn(5, 5, DIMENSION), dim=-1))
+    # Four documents in two blocks have the same tokens, and tie for the best scores.
+    rows_of_documents = [rows[0], rows[1], rows[0], rows[2], rows[0], rows[0], rows[3], rows[4]]
+    documents = r.TokenVectors.pack(
+        document_ids(range(8)),
+        rows_of_documents,
+        DIMENSION,
+        "fp32",
+    )
+    index = r.LateIndex.build(documents, tmp_path / "index", storage="fp16")
+    queries = r.TokenVectors.pack(query_ids(1), [rows[0]], DIMENSION, "fp32")
+    expected = index.search(queries, k)
+    expected_all = index.search(queries, 8)
+    n_scans = 0
+    scan = r.LateIndex._scan
+    topk = torch.Tensor.topk
+
+    def count_scans(*arguments: Any, **options: Any) -> Any:
+        nonlocal n_scans
+        n_scans += 1
+        return scan(*arguments, **options)
+
+    def topk_of_last_columns(scores: torch.Tensor, n: int, dim: int) -> Any:
+        values, columns = topk(scores.flip(dim), n, dim=dim)
+        return values, scores.size(dim) - 1 - columns
+
+    monkeypatch.setattr(late, "_runs_ahead", lambda device: True)  # as a GPU
+    monkeypatch.setattr(late, "_CPU_BLOCK_TOKENS", 20)
+    monkeypatch.setattr(r.LateIndex, "_scan", count_scans)
+    monkeypatch.setattr(torch.Tensor, "topk", topk_of_last_columns)
+
+    assert index.search(queries, k) == expected
+    assert [[hit.id for hit in hits] for hits in expected] == [
+        [hit.id for hit in hits[:k]] for hits in expected_all
+    ]
+    has_tie_at_last_place = k in (1, 3)
+    assert n_scans == (2 if has_tie_at_last_place else 1)
+
+
 @pytest.mark.usefixtures("_centroids_in_every_index")
 def test_candidates_have_exact_scores_and_the_recall_that_the_index_reports(
     tmp_path: Path,

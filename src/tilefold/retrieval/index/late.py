@@ -420,9 +420,10 @@ class LateIndex(TorchIndex):
     ) -> list[list[Hit]]:
         """Return the `k` best documents of each query, best first.
 
-        If fewer than `k` documents have tokens, all of them are returned. Equal scores are in
-        document order. A GPU chooses arbitrarily among documents that tie for the last place. If
-        both `where` and `allowed` are passed, documents must match both.
+        If fewer than `k` documents have tokens, all of them are returned. Documents of equal scores
+        are in the order of the index; if some of them tie for the last place, a GPU scores the
+        documents a second time to choose the first of them. If both `where` and `allowed` are
+        passed, documents must match both.
 
         Args:
             queries: token vectors in fp16 or fp32, of the index's dimension.
@@ -571,9 +572,56 @@ class LateIndex(TorchIndex):
             Scores and rows of the best documents, both ``[Nq, min(k, N)]``, best first.
         """
         batch = QueryBatch.pad(queries, torch.device("cpu"))
+        parts = self._documents_on(devices)
+        if not any(_runs_ahead(part.device) for part in parts):
+            return self._scan_all(batch, parts, k, allowed, reduction, resolves_ties=True)
+        # Choosing the first of tied documents would wait for a GPU after each block. The choice
+        # matters only if the document after the last place has the score of the last place.
+        scores, rows = self._scan_all(
+            batch,
+            parts,
+            k + 1,
+            allowed,
+            reduction,
+            resolves_ties=False,
+        )
+        if _ties_at_last_place(scores, k):
+            return self._scan_all(batch, parts, k, allowed, reduction, resolves_ties=True)
+        return scores[:, :k], rows[:, :k]
+
+    def _scan_all(
+        self,
+        batch: QueryBatch,
+        parts: Sequence[DeviceDocuments],
+        k: int,
+        allowed: Mask | None,
+        reduction: str,
+        *,
+        resolves_ties: bool,
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """Score the documents of all devices at the same time, and select the best.
+
+        Args:
+            batch: Nq queries on the CPU.
+            parts: the documents of each device.
+            k: number of documents per query.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
+            reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
+            resolves_ties: see :meth:`_scan`.
+
+        Returns:
+            Scores and rows of the best documents, both ``[Nq, min(k, N)]``, best first.
+        """
         scans = [
-            self._scan(documents, batch.to(documents.device), k, allowed, reduction)
-            for documents in self._documents_on(devices)
+            self._scan(
+                documents,
+                batch.to(documents.device),
+                k,
+                allowed,
+                reduction,
+                resolves_ties=resolves_ties,
+            )
+            for documents in parts
         ]
         # Number of the scan -> its last result, which is the best of all its documents.
         last_results: dict[int, tuple[Tensor, Tensor]] = {}
@@ -597,8 +645,10 @@ class LateIndex(TorchIndex):
         k: int,
         allowed: Mask | None,
         reduction: str,
+        *,
+        resolves_ties: bool,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Score the documents of a device block by block, without waiting for a GPU.
+        """Score the documents of a device block by block.
 
         Args:
             documents: the documents that the device searches.
@@ -606,6 +656,9 @@ class LateIndex(TorchIndex):
             k: number of documents per query.
             allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
+            resolves_ties: whether the first documents are chosen among those that tie for the last
+                place, which waits for the device after each block. Otherwise the choice is
+                arbitrary.
 
         Yields:
             After each block, the scores and the rows of the best documents so far, both
@@ -623,10 +676,9 @@ class LateIndex(TorchIndex):
             if left_out is not None:
                 block_left_out = left_out[block.first_document - first : block.end_document - first]
                 scores = scores.masked_fill_(block_left_out, -float("inf"))
-            if on_cpu:
+            if resolves_ties:
                 top_scores, rows = top_columns(scores, k)
             else:
-                # topk breaks ties arbitrarily, but top_columns would wait for the GPU.
                 top_scores, rows = scores.topk(min(k, scores.size(1)), dim=1)
             rows += block.first_document
             if best is not None:
@@ -781,6 +833,24 @@ class LateIndex(TorchIndex):
             vectors = self.files.document_range(row, row + 1).floats()
             pieces.append(vectors[start : start + _PIECE_TOKENS])
         return pieces, rows
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Return whether a device computes while this process goes on, as a GPU does."""
+    return device.type != "cpu"
+
+
+def _ties_at_last_place(scores: npt.NDArray[np.float32], k: int) -> bool:
+    """Return whether more documents than fit have the score of the last place, for some query.
+
+    Args:
+        scores: ``[Nq, n]``, falling; -infinity for documents that are left out.
+        k: number of documents per query.
+    """
+    if scores.shape[1] <= k:
+        return False
+    last = scores[:, k - 1]
+    return bool(((last == scores[:, k]) & np.isfinite(last)).any())
 
 
 def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
