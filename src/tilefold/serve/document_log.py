@@ -180,10 +180,9 @@ class _Writing:
             generation: id of the generation.
             publication: the last addition to the index; ``None`` if there was none.
         """
-        is_of_segment = publication is not None and publication.sequence == self.sequence
-        if is_of_segment and publication.is_in(generation):
-            return self.sequence
-        return self.sequence_before
+        if publication is None or publication.sequence != self.sequence:
+            return self.sequence_before  # the process has not begun to publish the segment
+        return self.sequence if publication.is_in(generation) else self.sequence_before
 
 
 @dataclass(frozen=True)
