@@ -12,14 +12,15 @@ from torch.nn.functional import linear, normalize
 from tests.refusals import refused
 from tilefold.ops._shared import row_groups
 from tilefold.ops._shared.row_groups import (
+    LinearLayers,
     RowGroup,
     apply_rowwise,
-    few_rows_sizes,
     group_rows,
     grouped_linear,
     grouping_rows,
     groups_rows,
     normalize_rows,
+    padded_row_count,
     usable_sizes,
 )
 
@@ -118,7 +119,7 @@ def test_groups_of_a_gpu_with_few_rows_have_small_sizes() -> None:
         assert [group.size for group in groups] == expected
 
 
-def test_sizes_of_few_rows_are_usable_for_all_weights(
+def test_few_rows_are_padded_to_the_number_that_takes_the_least_time(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
@@ -130,13 +131,18 @@ def test_sizes_of_few_rows_are_usable_for_all_weights(
         bias: Tensor | None,
     ) -> Tensor:
         products = multiply(rows, weight, bias)
-        is_other_kernel = rows.size(0) <= 32 and weight.size(0) == 24
+        is_other_kernel = rows.size(0) <= 64 and weight.size(0) == 24
         return products * (1 + 2**-20) if is_other_kernel else products
 
     _without_probes(monkeypatch, differs_for_few_rows_of_wide_weights)
-    narrow, wide = torch.randn(8, 16), torch.randn(24, 16)
-    assert few_rows_sizes([(narrow, False)]) == (32, 64, 128, 256)
-    assert few_rows_sizes([(narrow, False), (wide, True)]) == (64, 128, 256)
+    narrow = LinearLayers(torch.randn(8, 16), has_bias=False, count=1)
+    wide = LinearLayers(torch.randn(24, 16), has_bias=True, count=1)
+    assert [padded_row_count([narrow], n_rows) for n_rows in (1, 33, 129)] == [32, 64, 256]
+    # The wide layer cannot multiply fewer than 128 rows, and padding them takes more time than the
+    # narrow one saves.
+    assert padded_row_count([narrow, wide], 1) == 128
+    monkeypatch.setattr(row_groups, "_FP32_PADDING_TIME", 100)
+    assert padded_row_count([narrow, wide], 1) == 32
 
 
 def test_sizes_with_other_bits_are_not_used(

@@ -2,18 +2,20 @@
 
 from tilefold.ops._shared.row_groups import (
     LEAST_GPU_ROWS,
+    LinearLayers,
     apply_rowwise,
-    few_rows_sizes,
     grouped_linear,
     grouping_rows,
     normalize_rows,
+    padded_row_count,
 )
 
 __all__ = [
     "LEAST_GPU_ROWS",
+    "LinearLayers",
     "apply_rowwise",
-    "few_rows_sizes",
     "grouped_linear",
     "grouping_rows",
     "normalize_rows",
+    "padded_row_count",
 ]

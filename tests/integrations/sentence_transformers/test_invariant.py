@@ -260,7 +260,7 @@ def test_a_filler_text_changes_no_vector(
     assert numbers_of_tokens == [32]
 
 
-def test_few_tokens_are_padded_to_a_number_that_all_layers_multiply_alike(
+def test_few_tokens_of_a_gpu_are_padded_to_a_number_that_all_small_layers_multiply_alike(
     monkeypatch: pytest.MonkeyPatch,
     dense_folder: Path,
 ) -> None:

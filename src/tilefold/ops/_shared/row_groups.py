@@ -35,15 +35,16 @@ from tilefold.ops._shared.internals import (
 
 __all__ = [
     "LEAST_GPU_ROWS",
+    "LinearLayers",
     "RowGroup",
     "apply_rowwise",
-    "few_rows_sizes",
     "group_rows",
     "grouped_linear",
     "grouped_product",
     "grouping_rows",
     "groups_rows",
     "normalize_rows",
+    "padded_row_count",
     "usable_sizes",
 ]
 
@@ -90,6 +91,10 @@ _MOST_COMPARED_ROWS = 1024
 _PROBE_ROWS = 64
 # The sizes multiply these rows at positions that differ by this number.
 _PROBE_SHIFT = 3
+# Multiply-adds that take as long on a GPU as the two kernels with which a layer pads its rows, about
+# 5 us: in fp32, and in 16 bits, where few rows of small weights take hardly less time than more.
+_FP32_PADDING_TIME = 1 << 27
+_HALF_PADDING_TIME = 1 << 31
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
 _ALIGNMENT = 64
 
@@ -108,6 +113,20 @@ class RowGroup(NamedTuple):
     start: int
     stop: int
     size: int
+
+
+class LinearLayers(NamedTuple):
+    """Linear layers of one shape.
+
+    Attributes:
+        weight: ``[N, K]`` of one of them.
+        has_bias: whether they have a bias.
+        count: the number of layers.
+    """
+
+    weight: Tensor
+    has_bias: bool
+    count: int
 
 
 class _FunctionKind(NamedTuple):
@@ -435,27 +454,34 @@ def usable_sizes(weight: Tensor, has_bias: bool) -> tuple[int, ...]:
     return tuple(size for size in probe.sizes if probe.is_usable(size))
 
 
-def few_rows_sizes(products: Iterable[tuple[Tensor, bool]]) -> tuple[int, ...]:
-    """Return the numbers of rows up to 256 that a GPU can multiply by several weights alike.
+def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
+    """Return the number of rows to which few rows on a GPU are padded before they pass all layers.
 
-    If few rows are padded to one of these numbers, none of the products pads them further.
+    It is the one that takes the least time. A layer that cannot use this number pads the rows
+    further, which takes time too.
 
     Args:
-        products: the weight ``[N, K]`` of each product, and whether a bias is added. Only shapes,
-            dtypes and devices matter.
+        layers: the linear layers that multiply the rows.
+        n_rows: the number of rows, at most :data:`LEAST_GPU_ROWS`.
 
     Returns:
-        Some of the numbers 32, 64 and 128, and :data:`LEAST_GPU_ROWS`.
+        32, 64, 128 or :data:`LEAST_GPU_ROWS`, and not less than `n_rows`.
 
     Raises:
-        RuntimeError: if no number of rows gives equal bits for one of the weights.
+        RuntimeError: if no number of rows gives equal bits for one of the layers.
     """
     probes = []
-    for weight, has_bias in products:
-        kind = _kind_of(weight, has_bias)
-        probes.append(_probe_of(kind._replace(dtype=_autocast_dtype(weight) or weight.dtype)))
-    sizes = [size for size in _FEW_GPU_ROWS if all(probe.is_usable(size) for probe in probes)]
-    return (*sizes, LEAST_GPU_ROWS)
+    for layer in layers:
+        kind = _kind_of(layer.weight, layer.has_bias)
+        dtype = _autocast_dtype(layer.weight) or layer.weight.dtype
+        probes.append((_probe_of(kind._replace(dtype=dtype)), layer.count))
+
+    def time_of(size: int) -> int:
+        """Return the time of all layers after padding to a size, in multiply-adds."""
+        return sum(count * probe.time_of_few_rows(size) for probe, count in probes)
+
+    candidates = [size for size in (*_FEW_GPU_ROWS, LEAST_GPU_ROWS) if size >= n_rows]
+    return min(candidates, key=time_of)
 
 
 def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
@@ -562,6 +588,20 @@ class _Probe:
             return True
         self.sizes = tuple(other for other in self.sizes if other != size)
         return False
+
+    def time_of_few_rows(self, size: int) -> int:
+        """Return an estimate of the time of a product of few rows on a GPU, in multiply-adds.
+
+        Args:
+            size: the number of rows, which are padded if it is not usable.
+        """
+        larger_sizes = (other for other in _FEW_GPU_ROWS if other >= size)
+        usable_size = next(filter(self.is_usable, larger_sizes), LEAST_GPU_ROWS)
+        multiply_adds = usable_size * self._kind.n_outputs * self._kind.n_inputs
+        if usable_size == size:
+            return multiply_adds
+        is_fp32 = self._kind.dtype.itemsize >= torch.float32.itemsize
+        return multiply_adds + (_FP32_PADDING_TIME if is_fp32 else _HALF_PADDING_TIME)
 
     def _products(self, size: int, shift: int) -> list[Tensor]:
         """Return the product of repeated random rows, ``[size, N]``, for each way to compute it.

@@ -647,7 +647,7 @@ class EncodingGraphs(Replacement):
     def _padded_token_count(self, n_tokens: int) -> int:
         """Return the least number of tokens of a graph for a batch of packed texts.
 
-        An invariant model has a larger number for few tokens, so that its layers pad no rows.
+        An invariant model has a larger number for few tokens, so that its layers pad few rows.
 
         Args:
             n_tokens: the number of tokens of the batch.

@@ -60,7 +60,7 @@ from tilefold.losses.base_splade import JOINED
 from tilefold.modules.echo import POOLING_MASK
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
 from tilefold.ops.packed_attention import token_positions
-from tilefold.ops.row_groups import LEAST_GPU_ROWS, few_rows_sizes
+from tilefold.ops.row_groups import LEAST_GPU_ROWS, LinearLayers, padded_row_count
 from tilefold.pipeline.rows import to_device
 
 # Frames between a warning of ``pack_inputs`` and the caller of ``accelerate``.
@@ -378,8 +378,8 @@ class PackedForward(Replacement):
     requires_packed = False
     # The network that was examined last, and its padding position.
     _examined: tuple[Any, int | None] = (None, None)
-    # The network that was examined last, and one of its linear layers for each shape.
-    _examined_layers: tuple[Any, list[nn.Linear]] = (None, [])
+    # The network that was examined last, and its linear layers of each shape.
+    _examined_layers: tuple[Any, list[list[nn.Linear]]] = (None, [])
 
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Return the features with the output of the Transformer.
@@ -470,18 +470,25 @@ class PackedForward(Replacement):
         return position
 
     def padded_token_count(self, n_tokens: int) -> int:
-        """Return the number of tokens to which few tokens are padded, so that layers pad no rows.
+        """Return the number of tokens to which few tokens are padded, so that layers pad few rows.
 
         Args:
             n_tokens: the number of tokens of an invariant model on a GPU.
         """
         if n_tokens >= LEAST_GPU_ROWS:
             return n_tokens
-        products = [(layer.weight, layer.bias is not None) for layer in self._layers_by_shape()]
-        return next(size for size in few_rows_sizes(products) if size >= n_tokens)
+        layers = [
+            LinearLayers(
+                weight=layers_of_shape[0].weight,
+                has_bias=layers_of_shape[0].bias is not None,
+                count=len(layers_of_shape),
+            )
+            for layers_of_shape in self._layers_by_shape()
+        ]
+        return padded_row_count(layers, n_tokens)
 
-    def _layers_by_shape(self) -> list[nn.Linear]:
-        """Return one linear layer of each shape of the network, whose modules are examined once."""
+    def _layers_by_shape(self) -> list[list[nn.Linear]]:
+        """Return the layers of each shape of the network, whose modules are examined once."""
         network = self.owner.model
         examined_network, layers = self._examined_layers
         if examined_network is not network:
@@ -491,7 +498,7 @@ class PackedForward(Replacement):
         return layers
 
     def _run_with_filler(self, features: Features, kwargs: Features) -> Features:
-        """Run the forward with a filler text, so that no layer needs to pad its rows.
+        """Run the forward with a filler text, so that few layers need to pad their rows.
 
         Args:
             features: packed features of few tokens, to which the output is added.
@@ -548,17 +555,18 @@ def _move_offsets(features: Features) -> None:
         features.update(dict.fromkeys(OFFSET_NAMES, to_device(offsets.numpy(), device)))
 
 
-def _layers_by_shape(network: nn.Module) -> list[nn.Linear]:
-    """Return one linear layer for each shape of weights, and with or without a bias.
+def _layers_by_shape(network: nn.Module) -> list[list[nn.Linear]]:
+    """Return the linear layers for each shape of weights, and with or without a bias.
 
     Args:
         network: the network of a Transformer. A fused LM head, which multiplies nothing, is left
             out.
     """
-    layers = {}
+    layers: dict[tuple[torch.Size, bool], list[nn.Linear]] = {}
     for module in network.modules():
         if isinstance(module, nn.Linear) and vars(module).get("forward") is not pass_hidden_states:
-            layers[module.weight.shape, module.bias is not None] = module
+            shape = (module.weight.shape, module.bias is not None)
+            layers.setdefault(shape, []).append(module)
     return list(layers.values())
 
 
