@@ -487,20 +487,20 @@ def test_asking_warns_of_nothing_and_gives_nothing_up(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a Hopper GPU")
-    given_up = dict(fallback.GIVEN_UP)
+    failures = dict(fallback.FAILURES)
     with warnings.catch_warnings():
         warnings.simplefilter("error", fallback.FallbackWarning)
         facts = collect()
         done(call("info"))
-    assert given_up == fallback.GIVEN_UP
+    assert failures == fallback.FAILURES
     if triton_installed():
         assert "cannot give warps roles" in facts["operators"]["lsr_head"]["cuda"]["why_not_faster"]
 
 
-def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_kernel_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(releases, "release", lambda: (3, 9))
-    monkeypatch.setitem(fallback.GIVEN_UP, (configs.BY_ROLES, device), "no such instruction")
+    monkeypatch.setitem(fallback.FAILURES, (configs.BY_ROLES, device), "no such instruction")
     assert kernel_of("lsr_head", (9, 0), device) == (
         "portable kernel with TMA",
         "no such instruction",

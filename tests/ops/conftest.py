@@ -107,9 +107,9 @@ def empty_call_caches() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_kernel_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which kernels could not be built."""
-    monkeypatch.setattr(fallback, "GIVEN_UP", {})
+    monkeypatch.setattr(fallback, "FAILURES", {})
 
 
 @pytest.fixture

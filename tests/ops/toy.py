@@ -106,7 +106,7 @@ def forward(
         return None
     numbers, grid = (*tensors.x.shape, options.scale), (tensors.x.size(0), 1, 1)
     constants = {"TF32": setting.tf32, "TRAINING": training, "BLOCK": BLOCK}
-    if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:
+    if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.failed_kernels:
         steps = [
             Launch(
                 dot_kernel, grid, ("x", "w", "y", "sums"), numbers, constants, fallback=TWO_LAUNCHES

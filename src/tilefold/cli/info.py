@@ -265,7 +265,7 @@ def _implementation_on(operator: Any, device: torch.device) -> dict[str, Any]:
 
     auto = implementations.resolve_impl("auto", device, operator)
     # Triton may have failed in this process. Otherwise the device decides.
-    failure = implementations.given_up(operator, device)
+    failure = implementations.failure_of(operator, device)
     kernel = "torch"
     why_not_faster = None
     if auto == "triton":

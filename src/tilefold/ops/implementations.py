@@ -11,7 +11,7 @@ from tilefold import ops
 from tilefold._internal.public import PACKAGE_OF
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
-from tilefold.ops._shared.fallback import given_up
+from tilefold.ops._shared.fallback import failure_of
 from tilefold.ops._shared.impl import IMPLS, SWITCH, resolve_impl, switched_off, why_not_triton
 from tilefold.ops._shared.internals import (
     copy_each,
@@ -29,7 +29,7 @@ __all__ = [
     "check_impl",
     "copy_each",
     "cpu_matmul_precision",
-    "given_up",
+    "failure_of",
     "kernel_of",
     "matmul_precision",
     "operators",
@@ -95,7 +95,7 @@ def _head_kernel(capability: tuple[int, int], device: torch.device | None) -> Ke
     """Return the kernels of ``lsr_head``; see :func:`kernel_of`."""
     failures: dict[str, str] = {}  # why a kernel failed to build on the device, by its name
     for kernel in (head.BY_TMA, head.BY_ROLES):
-        reason = None if device is None else given_up(kernel, device)
+        reason = None if device is None else failure_of(kernel, device)
         if reason is not None:
             failures[kernel] = reason
     kernel = head.fastest_kernel(torch.bfloat16, capability, failures.keys())
@@ -115,7 +115,7 @@ def _maxsim_kernel(capability: tuple[int, int], device: torch.device | None) -> 
     config = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)
     if not config["USE_TMA"]:
         return Kernels("kernels without TMA", None)
-    failure = None if device is None else given_up(maxsim.BY_TMA, device)
+    failure = None if device is None else failure_of(maxsim.BY_TMA, device)
     if failure is not None:
         return Kernels("kernels without TMA", failure)
     return Kernels("kernels with TMA", None)

@@ -195,7 +195,9 @@ def launched(
         keys,
         bool(asked.get("support")),
     )
-    setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting(
+        divmod(capability, 10), 132, tf32=False, aligned=True, failed_kernels=frozenset()
+    )
     if name in ("dq", "dkv"):
         live = torch.empty(
             live_shape(tensors, options, setting.capability),

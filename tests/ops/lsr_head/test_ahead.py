@@ -92,7 +92,7 @@ def kernels_of_inference(tokens: int) -> list[tuple[Any, Any]]:
         bias=None,
     )
     options = _problem.HeadOptions("max", "log1p_relu", 1.0, torch.float32, BF16, None, True)
-    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset())
     plan = plans.forward(tensors, options, False, setting)
     return [(step.kernel, step.constants) for step in plan.steps if isinstance(step, Launch)]
 

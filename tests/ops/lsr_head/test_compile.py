@@ -100,7 +100,7 @@ def check_head(
     needs: tuple[bool, bool, bool] | None = EVERYTHING,
     activation: str = "log1p_relu",
     scale: float = 1.0,
-    given_up: tuple[str, ...] = (configs.BY_ROLES,),
+    failed_kernels: tuple[str, ...] = (configs.BY_ROLES,),
     only: str = "",
     screen: bool = False,
     dim: int = DIM,
@@ -117,7 +117,7 @@ def check_head(
         needs: Whether hidden states, weight and bias need gradients; ``None`` for inference.
         activation: Activation of the head.
         scale: Factor of the logits.
-        given_up: Names of kernels that cannot be built.
+        failed_kernels: Names of kernels that cannot be built.
         only: Part of the names of the kernels to compile.
         screen: Whether int8 products screen the vocabulary.
         dim: Entries of a row.
@@ -141,7 +141,7 @@ def check_head(
         132,
         tf32=False,
         aligned=True,
-        given_up=frozenset(given_up),
+        failed_kernels=frozenset(failed_kernels),
     )
     training = needs is not None
     scores, winners = _problem.outputs(tensors, options, training)
@@ -299,7 +299,7 @@ def test_the_screen_builds_without_spills(
         dtype,
         layout=layout,
         needs=needs,
-        given_up=(),
+        failed_kernels=(),
         screen=True,
         shape=(64, 512, 30522),
     )
@@ -320,7 +320,7 @@ def test_the_screen_of_long_rows_builds_without_spills(dim: int) -> None:
             90,
             BF16,
             needs=None,
-            given_up=(),
+            failed_kernels=(),
             screen=True,
             only=kernel,
             dim=dim,
@@ -337,7 +337,7 @@ def test_the_hopper_forward_builds_without_spills(
     layout: str,
     needs: tuple[bool, bool, bool] | None,
 ) -> None:
-    kernels = check_head(90, dtype, layout=layout, needs=needs, given_up=())
+    kernels = check_head(90, dtype, layout=layout, needs=needs, failed_kernels=())
     assert "max_forward_hopper_kernel" in kernels
 
 
@@ -346,7 +346,7 @@ def test_the_hopper_forward_builds_without_spills(
 def test_the_quantized_forward_builds_without_spills(capability: int, layout: str) -> None:
     assert "quantize_rows_kernel" in check_head(capability, FP8, layout=layout, needs=None)
     if capability == 90 and why_no_warp_roles() is None:
-        check_head(capability, FP8, layout=layout, needs=None, given_up=())
+        check_head(capability, FP8, layout=layout, needs=None, failed_kernels=())
 
 
 @pytest.mark.parametrize(

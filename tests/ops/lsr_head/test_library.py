@@ -233,7 +233,7 @@ def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allo
     )
     saved = _problem.HeadSaved(hidden, None, None, weight, None, scores, scores.to(torch.uint16))
     options = _problem.HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, torch.float32)
-    setting = Setting((9, 0), 4, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting((9, 0), 4, tf32=False, aligned=True, failed_kernels=frozenset())
     plan = plans.backward(scores, saved, options, (True, True, False), setting)
     results = {
         "dhidden": Buffer((batch, 16, 8), torch.float32),

@@ -95,7 +95,9 @@ def planned(
     scale = None if stored is None else torch.empty(documents.shape[:-1], device="meta")
     tensors = MaxSimTensors(queries, documents, query_mask, document_mask, cu_q, cu_d, pairs, scale)
     options = MaxSimOptions(pairing, zero, temperature, normalize, False, 32)
-    setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting(
+        divmod(capability, 10), 132, tf32=False, aligned=True, failed_kernels=frozenset()
+    )
     if gradient:
         scores, *kept = (
             torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -319,7 +321,7 @@ def test_the_pass_by_warps_with_roles_builds_without_spills(
         None,
         torch.empty(documents, device=meta),
     )
-    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset())
     options = MaxSimOptions("all", False, 0.0, False, False, 32)
     *_, launch = plans.forward(tensors, options, False, setting).steps
     assert isinstance(launch, Launch) and launch.kernel.__name__ == "shared_hopper_kernel"
@@ -365,7 +367,7 @@ def test_one_query_reads_long_documents_as_a_stream(
             None,
             torch.empty(documents),
         )
-    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset())
     options = MaxSimOptions("all", False, 0.0, False, False, 32)
     plan = plans.forward(tensors, options, False, setting)
     kernels = [step.kernel.__name__ for step in plan.steps if isinstance(step, Launch)]

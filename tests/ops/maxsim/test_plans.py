@@ -35,7 +35,7 @@ from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 
-pytestmark = pytest.mark.usefixtures("no_kernel_given_up", "empty_call_caches")
+pytestmark = pytest.mark.usefixtures("no_failed_kernel", "empty_call_caches")
 DTYPE = torch.float16
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
@@ -285,7 +285,7 @@ def test_sums_of_many_documents_are_laid_out_along_the_first_axis_of_the_grid() 
     queries = torch.empty(2, 150, 16, device="meta")
     documents = torch.empty(2**25, 1, 16, device="meta")
     tensors = MaxSimTensors(queries, documents, *[None] * 6)
-    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset())
     *_, sums = plans.forward(
         tensors,
         MaxSimOptions("all", False, 0.0, False, False, 0),

@@ -113,7 +113,7 @@ def test_calls_are_told_apart_by_layouts_options_and_settings_and_by_no_value(
             key(x.bfloat16(), None),
         ]  # a gradient in 16 bits, of products in fp32
     with monkeypatch.context() as patch:
-        patch.setattr(fallback, "GIVEN_UP", {("a kernel", x.device): "why"})
+        patch.setattr(fallback, "FAILURES", {("a kernel", x.device): "why"})
         others.append(key(x, None))
     assert others.pop(1) is None and len({alike, *others}) == 1 + len(others)
     aligned = [call_key((tensor, None), ()) for tensor in (torch.ones(9)[4:8], torch.ones(9)[1:5])]

@@ -287,7 +287,7 @@ def compiled_without_gpu(asm: dict[str, str], **metadata_options: bool) -> Any:
 
 def test_a_kernel_of_unexpected_parameters_is_not_bound_and_warns_once(
     monkeypatch: pytest.MonkeyPatch,
-    no_kernel_given_up: None,
+    no_failed_kernel: None,
 ) -> None:
     FakeDriver(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

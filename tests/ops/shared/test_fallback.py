@@ -32,7 +32,7 @@ from tilefold.ops.lsr_head import configs, plans
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing"),
-    pytest.mark.usefixtures("no_kernel_given_up"),
+    pytest.mark.usefixtures("no_failed_kernel"),
 ]
 
 
@@ -104,7 +104,7 @@ def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
         (good, bad, 5, "cu_seqlens_k must start with 0"),
         (good, good, 2, "max_seqlen_k must be at least 3"),
     ):
-        fallback.GIVEN_UP.clear()
+        fallback.FAILURES.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             with pytest.raises(ValueError, match=text):
@@ -119,7 +119,7 @@ def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
                 )
 
 
-def head_plan(dtype: torch.dtype, *given_up: str) -> Any:
+def head_plan(dtype: torch.dtype, *failed_kernels: str) -> Any:
     """What the head plans on a Hopper GPU without the kernels that were given up: the launch of its
     products.
     """
@@ -128,7 +128,9 @@ def head_plan(dtype: torch.dtype, *given_up: str) -> Any:
     compute = torch.bfloat16 if scale is not None else dtype
     tensors = HeadTensors(hidden.to(compute), None, None, weight.to(dtype), scale, None)
     options = HeadOptions("max", "relu", 1.0, compute, compute, bias_dtype=None)
-    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset(given_up))
+    setting = Setting(
+        (9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset(failed_kernels)
+    )
     return plans.forward(tensors, options, False, setting).steps[-1]
 
 
@@ -139,13 +141,13 @@ def test_the_head_steps_down_from_kernel_to_kernel(
     dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(releases, "why_no_warp_roles", lambda: None)
-    given_up: list[str] = []
+    failed_kernels: list[str] = []
     recorded = []
-    while (launch := head_plan(dtype, *given_up)).fallback is not None:
+    while (launch := head_plan(dtype, *failed_kernels)).fallback is not None:
         assert launch.fallback.sentence.endswith(
             "instead: the same results, a slower forward pass."
         )
-        given_up.append(launch.fallback.kernel)
+        failed_kernels.append(launch.fallback.kernel)
         recorded.append((launch.kernel.__name__, bool(launch.tma)))
     assert recorded == [("max_forward_hopper_kernel", True), ("max_forward_kernel", True)]
     assert launch.kernel.__name__ == "max_forward_kernel" and not launch.tma

@@ -27,7 +27,7 @@ from tests.ops.launching import launch
 from tests.ops.samples import saved_for_backward
 from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, toy
 
-SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+SETTING = Setting((9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset())
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "empty_call_caches")
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
 DEVICE = "cpu" if triton_interpreted() else "cuda"
@@ -290,14 +290,14 @@ def test_only_one_launch_saves_sums_for_backward(target: Target) -> None:
     torch.testing.assert_close(gradients(outputs[0], x, w), gradients(outputs[1], x, w))
 
 
-def test_a_variant_is_given_up_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_fails_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = detached_leaves("cpu")
     monkeypatch.setattr(implementations, "takes_kernels", lambda device: True)
     floats = ToyTensors(x, w)
     halves = ToyTensors(x.half(), w.half())
     assert TOY._named_impl(floats, "auto") == ("toy", "auto")
     assert TOY._named_impl(halves, "auto") == (toy_operator.HALVES, "auto")
-    monkeypatch.setitem(fallback.GIVEN_UP, (toy_operator.HALVES, x.device), "no halves")
+    monkeypatch.setitem(fallback.FAILURES, (toy_operator.HALVES, x.device), "no halves")
     assert TOY._named_impl(floats, "auto") == ("toy", "auto")
     assert TOY._named_impl(halves, "auto") == (toy_operator.HALVES, "tiled")
 
@@ -305,7 +305,7 @@ def test_a_variant_is_given_up_without_the_operator(monkeypatch: pytest.MonkeyPa
 @kernels
 def test_a_kernel_that_is_missing_is_replaced_before_a_launch(
     monkeypatch: pytest.MonkeyPatch,
-    no_kernel_given_up: None,
+    no_failed_kernel: None,
 ) -> None:
     def plan_without_kernel(
         tensors: ToyTensors,
@@ -313,7 +313,7 @@ def test_a_kernel_that_is_missing_is_replaced_before_a_launch(
         training: bool,
         setting: Setting,
     ) -> Any:
-        if TWO_LAUNCHES.kernel not in setting.given_up:
+        if TWO_LAUNCHES.kernel not in setting.failed_kernels:
             raise fallback.KernelUnavailableError(
                 "dot_kernel",
                 "this release has none",
@@ -449,8 +449,8 @@ def test_a_plan_follows_the_precision_of_its_setting(tf32: bool) -> None:
     assert launch.constants["TF32"] is tf32
 
 
-def test_a_plan_without_a_kernel_that_was_given_up_has_two_launches() -> None:
-    setting = SETTING._replace(given_up=frozenset([TWO_LAUNCHES.kernel]))
+def test_a_plan_without_a_failed_kernel_has_two_launches() -> None:
+    setting = SETTING._replace(failed_kernels=frozenset([TWO_LAUNCHES.kernel]))
     plan = toy_operator.forward(STRIDED_TENSORS, OPTIONS, True, setting)
     kernels = [launch.kernel for launch in planned_launches(plan)]
     assert kernels == [toy_operator.products_kernel, toy_operator.sum_kernel]

@@ -32,7 +32,7 @@ from tilefold.ops.entmax_attention import plans
 from tilefold.ops.entmax_attention.api import live_shape, outputs
 from tilefold.ops.token_scatter import plans as scatter_plans
 
-HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, failed_kernels=frozenset())
 WALKED = ["roots_kernel", "output_kernel"]
 
 

@@ -154,7 +154,7 @@ def break_compiled_kernels(monkeypatch: pytest.MonkeyPatch, broken: BrokenKernel
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch, no_kernel_given_up: None) -> Iterator[BrokenKernels]:
+def broken(monkeypatch: pytest.MonkeyPatch, no_failed_kernel: None) -> Iterator[BrokenKernels]:
     """Kernels that cannot be built: none, until a test adds names."""
     broken = BrokenKernels()
     forget_plans()
@@ -301,7 +301,7 @@ def test_a_captured_graph_cannot_take_the_tiled_path(name: str, broken: BrokenKe
         warnings.simplefilter("ignore")
         for _ in range(2):
             results_of(sample, leaves, arguments, "auto")
-        fallback.GIVEN_UP.clear()
+        fallback.FAILURES.clear()
         forget_plans()
         broken.names.add(name)
         for _ in range(2):  # at the failure, and where it is known
@@ -319,12 +319,12 @@ def test_a_captured_graph_cannot_take_the_tiled_path(name: str, broken: BrokenKe
 def test_a_fallback_under_capture_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(fallback, "is_capturing", lambda device: True)
-    monkeypatch.setattr(fallback, "GIVEN_UP", {("toy", cpu): "_some_kernel cannot be built"})
+    monkeypatch.setattr(fallback, "FAILURES", {("toy", cpu): "_some_kernel cannot be built"})
     for impl_name in ("auto", "tiled"):
         with pytest.raises(
             RuntimeError,
             match=r"toy cannot be captured .*_some_kernel cannot be built.*Leave",
         ):
             toy(torch.ones(2, 3), torch.ones(3), impl=impl_name)
-    monkeypatch.setattr(fallback, "GIVEN_UP", {("another", cpu): "_some_kernel cannot be built"})
+    monkeypatch.setattr(fallback, "FAILURES", {("another", cpu): "_some_kernel cannot be built"})
     assert torch.equal(toy(torch.ones(2, 3), torch.ones(3), impl="tiled"), torch.tensor([9.0, 9.0]))

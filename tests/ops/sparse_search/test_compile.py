@@ -83,7 +83,9 @@ def test_kernels_build(
     n_queries: int,
     k: int,
 ) -> None:
-    setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset())
+    setting = Setting(
+        divmod(capability, 10), 132, tf32=False, aligned=True, failed_kernels=frozenset()
+    )
     for step in make_plan(n_documents, n_queries, k, setting).steps:
         assert isinstance(step, Launch)
         types = dict.fromkeys(step.kernel.arg_names, "i32") | TYPES

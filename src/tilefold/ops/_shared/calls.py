@@ -72,7 +72,7 @@ def call_key(
     kind = "cuda" if first.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     # whatever the first tensor's dtype: a gradient in 16 bits may be of products in fp32
-    settings = autocast, matmul_precision() == "tf32", *fallback.GIVEN_UP
+    settings = autocast, matmul_precision() == "tf32", *fallback.FAILURES
     aligned = address_bits % ALIGNMENT == 0
     return aligned, *layouts, settings, *options, *map(type, options)
 
@@ -89,7 +89,8 @@ class Pass:
     A pass equals only itself, so that it can be part of a key.
 
     Attributes:
-        name: name of the operator, or of a variant of it, under which kernels are given up.
+        name: name of the operator, or of a variant of it, under which failures of kernels are
+            recorded.
         options: the operator's checked options.
         impl: implementation. ``"auto"`` is kernels that may fall back to the tiled path.
         needs: for a forward pass, whether backward may follow. For a backward pass, which gradients

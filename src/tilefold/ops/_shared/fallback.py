@@ -1,6 +1,6 @@
 """Fallback for kernels that cannot be built: another kernel, or the tiled path for ``"auto"``.
 
-A process warns once of each kernel that it gives up on a device.
+A process warns once of each kernel that fails on a device, and does not try it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilefold.ops._shared._triton import releases
 T = TypeVar("T")
 
 # Kernels that failed to build in this process: the reason by name and device.
-GIVEN_UP: dict[tuple[str, torch.device], str] = {}
+FAILURES: dict[tuple[str, torch.device], str] = {}
 TILED_PATH_RUNS = (
     "The tiled torch path runs instead: the same results within rounding, several times slower."
 )
@@ -68,7 +68,7 @@ class FallbackWarning(UserWarning):
     """A slower kernel, or the tiled path, runs in place of a kernel that cannot be built."""
 
 
-def run_or_give_up(
+def run_or_record_failure(
     kernel: str,
     device: torch.device,
     run: Callable[..., T],
@@ -76,10 +76,10 @@ def run_or_give_up(
 ) -> T | None:
     """Return ``run(*arguments)``, or ``None`` if a kernel cannot be built.
 
-    The kernel is then given up, with a warning that the tiled path runs.
+    The failure is then recorded, with a warning that the tiled path runs.
 
     Args:
-        kernel: name under which the kernel is given up.
+        kernel: name under which a failure of the kernel is recorded.
         device: device of the kernel.
         run: function that launches the kernel.
         *arguments: its arguments.
@@ -87,16 +87,16 @@ def run_or_give_up(
     try:
         return run(*arguments)
     except KernelUnavailableError as error:
-        give_up(kernel, device, str(error), TILED_PATH_RUNS)
+        record_failure(kernel, device, str(error), TILED_PATH_RUNS)
         return None
 
 
-def given_up(kernel: str, device: torch.device) -> str | None:
-    """Return why a kernel was given up on a device in this process, ``None`` if it was not."""
-    return GIVEN_UP.get((kernel, device))
+def failure_of(kernel: str, device: torch.device) -> str | None:
+    """Return why a kernel failed on a device in this process, ``None`` if it did not."""
+    return FAILURES.get((kernel, device))
 
 
-def give_up(kernel: str, device: torch.device, reason: str, consequence: str) -> None:
+def record_failure(kernel: str, device: torch.device, reason: str, consequence: str) -> None:
     """Remember that a kernel cannot run on a device, and warn the first time.
 
     Args:
@@ -106,9 +106,9 @@ def give_up(kernel: str, device: torch.device, reason: str, consequence: str) ->
         reason: what failed.
         consequence: sentence that says what runs instead, and its cost.
     """
-    if (kernel, device) in GIVEN_UP:
+    if (kernel, device) in FAILURES:
         return
-    GIVEN_UP[kernel, device] = reason
+    FAILURES[kernel, device] = reason
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     triton_release = releases.release_name()
     warnings.warn(
@@ -129,9 +129,9 @@ def refuse_capture(operator: str, device: torch.device) -> None:
         operator: name of the operator.
         device: device of the operator's tensors.
     """
-    if (operator, device) in GIVEN_UP and is_capturing(device):
+    if (operator, device) in FAILURES and is_capturing(device):
         raise RuntimeError(
-            f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, "
+            f"{operator} cannot be captured in a CUDA graph here: {FAILURES[operator, device]}, "
             "and the tiled torch path that runs instead synchronises with the GPU. Leave this call "
             "out of the graph; a call before the capture (a warm up) says whether the kernels can "
             "be built.",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.releases import INTERPRETER_FAULTS, release_name
 from tilefold.ops._shared.checks import check_choice, dtype_name
-from tilefold.ops._shared.fallback import given_up
+from tilefold.ops._shared.fallback import failure_of
 from tilefold.ops._shared.internals import in_forward_mode, in_function_transform
 from tilefold.ops._shared.plan import Setting
 
@@ -92,7 +92,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def takes_kernels(device: torch.device) -> bool:
-    """Whether ``"auto"`` chooses the Triton kernels on ``device``, unless they were given up."""
+    """Whether ``"auto"`` chooses the Triton kernels on ``device``, unless they have failed."""
     return device.type == "cuda" and not switched_off() and why_not_triton(device) is None
 
 
@@ -121,7 +121,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     check_choice("impl", impl, IMPLS)
     _check_transforms(impl)
     if impl == "auto":
-        has_kernels = takes_kernels(device) and given_up(operator, device) is None
+        has_kernels = takes_kernels(device) and failure_of(operator, device) is None
         return "triton" if has_kernels else "tiled"
     reason = why_not_triton(device) if impl == "triton" else None
     if reason is not None:

@@ -120,8 +120,8 @@ class Operator(Generic[TensorsT, OptionsT]):
             the values that it reads.
         reads: names of the fields of ``saved`` that backward reads with these options. The other
             fields are ``None``.
-        choose: ``(tensors, impl)`` to the name under which the kernels of such calls are given up,
-            and the implementation.
+        choose: ``(tensors, impl)`` to the name under which failed kernels of such calls are
+            recorded, and the implementation.
 
     Attributes:
         calls: passes of the public function, of the registered operators and of gradients, by key.
@@ -224,7 +224,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return first, *request
 
     def _choose_impl(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
-        """Return the name under which kernels are given up, and the implementation.
+        """Return the name under which failures of kernels are recorded, and the implementation.
 
         In a trace the implementation is not resolved: the device is unknown there, and the
         registered operator chooses when it runs.
@@ -235,7 +235,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         return self._named_impl(tensors, impl)
 
     def _named_impl(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
-        """Return the name under which kernels are given up, and the implementation."""
+        """Return the name under which failures of kernels are recorded, and the implementation."""
         if self.choose is None:
             name = self.name
             chosen = self.chosen_impl(tensors[0], impl)
@@ -300,25 +300,30 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _run_kernels(self, device: torch.device, call: Pass, inputs: Values) -> Results | None:
         """Run the kernels, and return their results, or ``None`` if the tiled path has to run.
 
-        If a kernel cannot be built, it is given up on the device with a warning, and the pass is
-        planned again without it. If no kernel can replace it, the operator's kernels are given up
-        for the tiled path. With ``impl="triton"`` the error is raised instead.
+        If a kernel cannot be built, the failure is recorded with a warning, and the pass is planned
+        again without it. If no kernel can replace it, the tiled path runs from then on. With
+        ``impl="triton"`` the error is raised instead.
         """
         if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
             self.check_values(self.tensors(*inputs), call.options)
-        replaced: list[KernelFallback] = []
-        while call.impl == "triton" or fallback.given_up(call.name, device) is None:
+        earlier_replacements: list[KernelFallback] = []
+        while call.impl == "triton" or fallback.failure_of(call.name, device) is None:
             try:
                 return self._launch(call, inputs)
             except KernelUnavailableError as error:
                 call.program = None
                 replacement = error.fallback
-                if replacement is None or replacement in replaced:
+                if replacement is None or replacement in earlier_replacements:
                     if call.impl == "triton":
                         raise
                     replacement = KernelFallback(call.name, fallback.TILED_PATH_RUNS)
-                replaced.append(replacement)
-                fallback.give_up(replacement.kernel, device, str(error), replacement.sentence)
+                earlier_replacements.append(replacement)
+                fallback.record_failure(
+                    replacement.kernel,
+                    device,
+                    str(error),
+                    replacement.sentence,
+                )
         return None
 
     def _launch(self, call: Pass, inputs: Values) -> Results | None:
@@ -852,7 +857,7 @@ def setting_of(device: torch.device, aligned: bool = True) -> Setting:
         multiprocessors=sm_count(device),
         tf32=tf32_allowed(torch.float32),
         aligned=aligned,
-        given_up=frozenset(
-            kernel for kernel, kernel_device in fallback.GIVEN_UP if kernel_device == device
+        failed_kernels=frozenset(
+            kernel for kernel, kernel_device in fallback.FAILURES if kernel_device == device
         ),
     )

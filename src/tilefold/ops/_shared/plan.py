@@ -33,7 +33,7 @@ class Setting(NamedTuple):
         multiprocessors: number of multiprocessors of the device.
         tf32: whether products of fp32 may run in TF32.
         aligned: whether all tensors begin at multiples of 16 bytes, as TMA descriptors need.
-        given_up: names of the kernels that failed to build on the device
+        failed_kernels: names of the kernels that failed to build on the device
             (:attr:`KernelFallback.kernel`).
         accumulated: names of tensors whose gradient is added to a buffer. The buffer of ``x`` is an
             input of the plan, ``dx``.
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
     multiprocessors: int
     tf32: bool
     aligned: bool
-    given_up: frozenset[str]
+    failed_kernels: frozenset[str]
     accumulated: frozenset[str] = frozenset()
 
     @property

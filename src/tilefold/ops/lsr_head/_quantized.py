@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.calls import Key, call_key, call_on_device, is_aligned
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
-from tilefold.ops._shared.fallback import refuse_capture, run_or_give_up
+from tilefold.ops._shared.fallback import refuse_capture, run_or_record_failure
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.internals import current_gpu
 
@@ -126,7 +126,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
     if key is not None and len(weight) and chosen_quantized_impl(weight) == "triton":
-        quantized: QuantizedWeight | None = run_or_give_up(
+        quantized: QuantizedWeight | None = run_or_record_failure(
             QUANTIZED_HEAD,
             weight.device,
             call_on_device,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as shared
-from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
+from tilefold.ops._shared.fallback import KernelUnavailableError, failure_of, record_failure
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_arguments, check_head
@@ -35,7 +35,7 @@ SPARSE_BLOCK_V = 16384
 ROWS_BLOCK_SCORES = 1 << 25
 # Columns of which a block of lsr_head_rows is a multiple, so that blocks begin with a tile.
 ROWS_BLOCK_ALIGNMENT = 1024
-COMPACTION = "lsr_head's compaction of rows"  # name under which its kernel is given up
+COMPACTION = "lsr_head's compaction of rows"  # name under which a failure is recorded
 
 
 def _plans() -> ModuleType:
@@ -45,7 +45,7 @@ def _plans() -> ModuleType:
 
 
 def _choose(tensors: HeadTensors, impl: str) -> tuple[str, str]:
-    """Return the name under which kernels are given up, and the implementation."""
+    """Return the name under which failures of kernels are recorded, and the implementation."""
     if tensors.weight_scale is None:
         return HEAD.name, HEAD.chosen_impl(tensors.hidden, impl)
     return _quantized.QUANTIZED_HEAD, _quantized.chosen_quantized_impl(tensors.hidden, impl)
@@ -374,7 +374,7 @@ def lsr_head_rows(
     device = hidden.device
     if shared.chosen_impl("lsr_head", "hidden", hidden, impl) != "triton":
         return None
-    if given_up(COMPACTION, device):
+    if failure_of(COMPACTION, device):
         return None
     from tilefold.ops.lsr_head._triton.compact import append_rows  # triton may be missing
 
@@ -400,7 +400,7 @@ def lsr_head_rows(
             try:
                 append_rows(scores, first_column, min_weight, counts, columns, values)
             except KernelUnavailableError as error:
-                give_up(
+                record_failure(
                     COMPACTION,
                     device,
                     str(error),

@@ -34,7 +34,7 @@ L2_BYTES = 48e6  # of the L2 cache, which has 50 MB on an H100 and 60 MB on an H
 RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)
 LONG_SEQUENCE_TILES = 16  # a longer sequence may be divided among splits
 
-# names of kernels, for warnings and Setting.given_up
+# names of kernels, for warnings and Setting.failed_kernels
 BY_ROLES = "lsr_head's kernel whose warps load or compute"
 BY_SCREEN = "lsr_head's screen of scores that cannot be positive"
 BY_TMA = "lsr_head's portable kernel with TMA"
@@ -368,7 +368,7 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
         setting: the device, and the kernels that failed to build there.
         descriptors: whether TMA descriptors of the tensors can be made.
     """
-    kernel = fastest_kernel(dtype, setting.capability, setting.given_up, descriptors)
+    kernel = fastest_kernel(dtype, setting.capability, setting.failed_kernels, descriptors)
     return constants_of(
         MAX_FORWARD,
         dtype,
@@ -431,7 +431,7 @@ def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, di
         and "relu" in options.activation
     )
     is_large = 2.0 * rows * vocab * dim >= limits["LEAST_WORK"]
-    return options.screen and is_supported and is_large and BY_SCREEN not in setting.given_up
+    return options.screen and is_supported and is_large and BY_SCREEN not in setting.failed_kernels
 
 
 def rounded_rows(dim: int, group: int) -> int:

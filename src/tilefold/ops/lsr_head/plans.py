@@ -296,7 +296,7 @@ def _check_hopper_kernel(dtype: torch.dtype, setting: Setting) -> None:
     """
     is_for_hopper = setting.capability == (9, 0) and dtype != torch.float32
     reason = releases.why_no_warp_roles()
-    if is_for_hopper and reason is not None and configs.BY_ROLES not in setting.given_up:
+    if is_for_hopper and reason is not None and configs.BY_ROLES not in setting.failed_kernels:
         raise KernelUnavailableError(
             "max_forward_hopper_kernel",
             reason,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_tensor
-from tilefold.ops._shared.fallback import TILED_PATH_RUNS, give_up
+from tilefold.ops._shared.fallback import TILED_PATH_RUNS, record_failure
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
 from tilefold.ops.maxsim._arguments import check_arguments, operator_takes_mean
@@ -59,7 +59,7 @@ def empty_scores(problem: Problem) -> Tensor:
 
 
 def _choose(tensors: MaxSimTensors, impl: str) -> tuple[str, str]:
-    """Choose the implementation, and the name under which its kernels are given up."""
+    """Choose the implementation, and the name under which failures of its kernels are recorded."""
     if tensors.documents.dtype == torch.float8_e4m3fn and tensors.documents.is_cuda:
         return "maxsim", _impl_for_fp8(tensors.queries, impl)
     return "maxsim", MAXSIM.chosen_impl(tensors.queries, impl)
@@ -82,7 +82,7 @@ def _impl_for_fp8(queries: Tensor, impl: str) -> str:
             "documents must be quantized with dtype='int8' for impl='triton' below compute "
             "capability 8.9, got fp8; use int8 or impl='tiled'.",
         )
-    give_up(
+    record_failure(
         "maxsim with fp8 documents",
         queries.device,
         "the GPU does not support fp8 matrix products",

@@ -439,7 +439,7 @@ def _tma_of_documents(builder: MaxSimPlanBuilder, config: Constants) -> dict[str
     if (
         not config["USE_TMA"]
         or not rows_fit_descriptor(documents)
-        or configs.BY_TMA in builder.setting.given_up
+        or configs.BY_TMA in builder.setting.failed_kernels
     ):
         return {}
     descriptor = functools.partial(
@@ -511,7 +511,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
         tokens=problem.document_length,
         half=-n_rows % 512 >= 256,
     )
-    if config is None or configs.BY_ROLES in setting.given_up or releases.why_no_warp_roles():
+    if config is None or configs.BY_ROLES in setting.failed_kernels or releases.why_no_warp_roles():
         return False
     from tilefold.ops.maxsim._triton import shared_hopper  # needs Gluon
 
