@@ -400,7 +400,7 @@ def run_on_devices(devices: str | None) -> int | None:
         The exit code of the processes, or None if the caller should do the work itself.
 
     Raises:
-        UsageError: if this machine does not have so many devices.
+        UsageError: if this machine has fewer devices.
         RanksInterruptedError: after Ctrl-C or SIGTERM, once the processes have ended.
     """
     was_started_here = RENDEZVOUS in os.environ  # by an earlier call of this function

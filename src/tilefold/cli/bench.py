@@ -246,7 +246,7 @@ def _time_operators(request: BenchRequest) -> bool:
 
 
 def _check_claims(request: BenchRequest) -> bool:
-    """Run the benchmarks behind the claims about this device, and print which claims hold.
+    """Run the benchmarks of the claims about this device, and print which claims hold.
 
     A claim says how many times better one row of the results is than another, such as the time of
     an operator. Claims about other GPUs are judged by the results in the repository.

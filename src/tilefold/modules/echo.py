@@ -34,12 +34,12 @@ _UNLIMITED = 2**30
 class EchoTransformer(Transformer):
     """A ``Transformer`` that reads every text twice in a template, and pools the second copy.
 
-    In the second copy, causal attention has seen all of the text (echo embeddings).
+    In the second copy, causal attention has access to the complete text (echo embeddings).
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A
     text is cut to ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal
     whatever its length. The ``attention_mask`` that leaves this module marks the second copy only,
     so that every pooling module, plain or accelerated, pools over it; a row of an empty text has no
-    token there and gets the scores 0. A prompt stands before the template, once. Without a task
+    token there and gets the scores 0. A prompt is put before the template, once. Without a task
     (``encode``), the document's template is used.
 
     Args:

@@ -161,7 +161,7 @@ class EpicPooling(PoolingModule):
         if fused.autocast_applies(states):
             product = product.float()  # scores are fp32 under autocast
         importance = fused.activate(product, "log1p_softplus")
-        if selection.keep is not None:  # a bool mask of the tokens that take part
+        if selection.keep is not None:  # a bool mask, True for pooled tokens
             importance = importance * selection.keep
         return importance
 

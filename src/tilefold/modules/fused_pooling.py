@@ -291,11 +291,11 @@ def load_tokenizer(model_name_or_path: str, subfolder: str, location: Options) -
 
 
 class TokenSelection(NamedTuple):
-    """The tokens of a batch that take part in pooling.
+    """The tokens of a batch that are pooled.
 
     Attributes:
         keep: bool mask of these tokens, ``[B, S]`` or packed ``[T]``. None if the features are
-            packed and every token takes part.
+            packed and every token is pooled.
         cu_seqlens: offsets ``[B + 1]`` of packed features, or None for padded ones.
     """
 
@@ -330,19 +330,19 @@ class TokenSelection(NamedTuple):
 
 
 def select_tokens(features: Features, ignore_ids: tuple[int, ...] = ()) -> TokenSelection:
-    """Select the tokens of a batch that take part in pooling.
+    """Select the tokens of a batch that are pooled.
 
-    A token takes part if it is attended to, is not in `ignore_ids`, and is nonzero in the pooling
+    A token is selected if it is attended to, is not in `ignore_ids`, and is nonzero in the pooling
     mask if there is one. An earlier module sets this mask to pool only a part of each text.
 
     Args:
         features: padded texts have an ``attention_mask`` ``[B, S]``, and packed ones the offsets
             ``cu_seq_lens_q`` ``[B + 1]``. Both may have a ``pooling_mask``. ``input_ids`` are read
             if there are `ignore_ids`.
-        ignore_ids: token ids that do not take part.
+        ignore_ids: token ids that are not pooled.
 
     Returns:
-        The selection, whose ``keep`` is ``None`` if all tokens of packed texts take part.
+        The selection, whose ``keep`` is ``None`` if all tokens of packed texts are pooled.
     """
     cu_seqlens = features.get("cu_seq_lens_q")
     conditions = []
@@ -371,7 +371,7 @@ def head_scores(
 
     Args:
         head: operands of the head.
-        selection: the tokens that take part.
+        selection: the tokens that are pooled.
         score_options: data type, implementation and layout of the result.
         logit_scale: factor on the logits, bias included.
         options: other arguments of :func:`tilefold.ops.lsr_head`, such as ``pooling``.

@@ -222,7 +222,7 @@ def pool_selected_tokens(
 
     Args:
         logits: ``[B, S, V]``, or packed ``[1, T, V]``.
-        selection: the tokens that take part.
+        selection: the tokens that are pooled.
         pooling: one of :data:`POOLINGS`.
         activation: one of :data:`tilefold.modules.fused_pooling.ACTIVATIONS`.
         scale: factor on the logits.
@@ -260,12 +260,12 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
 
     Args:
         logits: ``[B, S, V]``.
-        keep: bool ``[B, S]``, the tokens that take part.
+        keep: bool ``[B, S]``, True for tokens that are pooled.
         pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` (first token) or ``"last"`` (token).
         activation: one of :data:`tilefold.modules.fused_pooling.ACTIVATIONS`.
 
     Returns:
-        Scores ``[B, V]``, 0 for a text in which no token takes part.
+        Scores ``[B, V]``, 0 for a text in which no token is pooled.
     """
     if pooling in ("sum", "mean"):
         total = _sum_of_activated(logits, keep, activation)
@@ -285,11 +285,11 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
 
 
 def _sum_of_activated(logits: Tensor, keep: Tensor, activation: str) -> Tensor:
-    """Return the sum of the activated logits of the tokens that take part, ``[B, V]``.
+    """Return the sum of the activated logits of the pooled tokens, ``[B, V]``.
 
     Args:
         logits: ``[B, S, V]``.
-        keep: bool ``[B, S]``, the tokens that take part.
+        keep: bool ``[B, S]``, True for tokens that are pooled.
         activation: name of the activation.
     """
     is_masked = ~keep[..., None]
@@ -300,14 +300,14 @@ def _sum_of_activated(logits: Tensor, keep: Tensor, activation: str) -> Tensor:
 
 
 def _end_positions(keep: Tensor, pooling: str) -> Tensor:
-    """Return the position of the first or the last token of each text that takes part in pooling.
+    """Return the position of the first or the last pooled token of each text.
 
     Args:
-        keep: bool ``[B, S]``, the tokens that take part.
+        keep: bool ``[B, S]``, True for tokens that are pooled.
         pooling: ``"cls"`` for the first token, anything else for the last one.
 
     Returns:
-        Positions ``[B]``, arbitrary but below S for a text in which no token takes part.
+        Positions ``[B]``, arbitrary but below S for a text in which no token is pooled.
     """
     length = keep.size(1)
     positions = torch.arange(length, device=keep.device)

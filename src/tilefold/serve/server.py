@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # the service needs torch, which the server does not wait for
 _BACKLOG = 512  # largest number of connections that wait to be accepted
 # Largest number of connections that asyncio accepts in one iteration of its event loop.
 _ACCEPTED_PER_ITERATION = 8
-# A connection over the limit is closed up to two iterations after the one that accepts it. So many
-# connections may be open over the limit.
+# Largest number of connections that are open over the limit. Such a connection is closed up to two
+# iterations after the one that accepts it.
 _MAX_REFUSED = 3 * _ACCEPTED_PER_ITERATION
 # Number of files that the process may open besides connections, but at most this share of all.
 _SPARE_FILES = 256
@@ -562,7 +562,7 @@ def run(
     Args:
         app: ASGI application of the service.
         service: service with models and limits. Its ``max_connections`` is lowered if the process
-            may not open so many files.
+            may not open as many files.
         bound: socket that :func:`bind` has returned.
         ready: function that is called once the server accepts requests.
     """
@@ -592,7 +592,7 @@ def load_and_run(
             called in a thread, with a function to which it may report each stage.
         bound: socket that :func:`bind` has returned.
         limits: limits of the service that `load` creates; ``None`` for the defaults. Its
-            ``max_connections`` is lowered if the process may not open so many files.
+            ``max_connections`` is lowered if the process may not open as many files.
         listening: function that is called once the server listens.
         ready: function that is called with the loaded service, once it accepts requests.
 
@@ -653,7 +653,7 @@ def _freeze_garbage_collector() -> None:
 
 
 def _limit_to_open_files(limits: Limits, n_connections: int = 0) -> Limits:
-    """Lower ``max_connections`` if this process cannot open so many files.
+    """Lower ``max_connections`` if this process cannot open as many files.
 
     Args:
         limits: limits of the service.
@@ -677,7 +677,7 @@ def _limit_to_open_files(limits: Limits, n_connections: int = 0) -> Limits:
 
 
 def _max_connections(limits: Limits, n_connections: int = 0) -> int:
-    """Return ``max_connections``, or fewer if this process cannot open so many files.
+    """Return ``max_connections``, or fewer if this process cannot open as many files.
 
     Each connection is an open file. The limit on open files is raised first if the system allows
     it.

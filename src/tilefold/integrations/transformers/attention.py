@@ -184,7 +184,7 @@ class _AttentionCall(NamedTuple):
         query: the queries ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
         key: the keys ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
         alpha: one alpha for all heads, or one for each, ``[H]``.
-        causal: whether a query sees no later keys.
+        causal: whether a query attends to no later keys.
         window: the largest distance of a query and a key; ``None`` for no limit.
         scale: the factor of the scores; ``None`` for ``D ** -0.5``.
         cu_seqlens_q: the offsets of packed queries, ``[B + 1]``.
@@ -227,7 +227,7 @@ def entmax_attention_forward(
         scaling: the factor of the scores; ``D ** -0.5`` by default.
         sliding_window: the window of the module, see :func:`.packed.largest_distance`; all keys by
             default.
-        is_causal: whether a query sees no later keys; by default ``module.is_causal``.
+        is_causal: whether a query attends to no later keys; by default ``module.is_causal``.
         kwargs: the offsets ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch
             of one. All other arguments are ignored.
 

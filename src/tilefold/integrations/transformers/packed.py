@@ -178,16 +178,16 @@ def largest_distance(
     sliding_window: int | None,
     is_causal: bool,
 ) -> int | None:
-    """Return the largest distance of a key that a query sees, or None for no limit.
+    """Return the largest distance of a key that a query attends to, or None for no limit.
 
-    Attention modules pass the number of keys that a query sees in one direction, including its own.
-    Only decoders that ``config.is_causal = False`` makes bidirectional are different: the masks
-    that transformers creates for them include a key at the distance of the window.
+    Attention modules pass the number of keys that a query attends to in one direction, its own key
+    included. Only decoders that ``config.is_causal = False`` makes bidirectional are different: the
+    masks that transformers creates for them include a key at the distance of the window.
 
     Args:
         module: the calling attention module.
         sliding_window: the window that it passes; None for no limit.
-        is_causal: whether a query sees no later keys.
+        is_causal: whether a query attends to no later keys.
     """
     if sliding_window is None:
         return None
@@ -206,8 +206,8 @@ def _window_mask(query: Tensor, window: int, is_causal: bool) -> Tensor | None:
 
     Args:
         query: the queries ``[B, H, N, D]``.
-        window: the largest distance of a key that a query sees.
-        is_causal: whether a query sees no later keys.
+        window: the largest distance of a key that a query attends to.
+        is_causal: whether a query attends to no later keys.
 
     Returns:
         The mask, bool ``[1, 1, N, N]``, or None if the window is no limit.

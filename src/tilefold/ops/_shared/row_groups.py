@@ -196,7 +196,7 @@ def group_rows(n_rows: int, sizes: Sequence[int], free_padding: int = 0) -> list
     Args:
         n_rows: the number of rows.
         sizes: the sizes, ascending.
-        free_padding: padding of so many rows takes less time than one more group.
+        free_padding: number of padding rows that take less time than one more group.
 
     Examples:
         >>> group_rows(47, sizes=(8, 16, 32, 64))
@@ -206,10 +206,11 @@ def group_rows(n_rows: int, sizes: Sequence[int], free_padding: int = 0) -> list
     start = 0
     while start < n_rows:
         remaining = n_rows - start
-        position = bisect.bisect_left(sizes, remaining)  # of the first size that is large enough
+        # The first size that holds all remaining rows, or the largest size.
+        position = bisect.bisect_left(sizes, remaining)
         size = sizes[min(position, len(sizes) - 1)]
-        most_padding = max(free_padding, sizes[0] - 1, remaining * _MAX_PADDING_SHARE)
-        if position > 0 and size - remaining > most_padding:
+        max_padding = max(free_padding, sizes[0] - 1, remaining * _MAX_PADDING_SHARE)
+        if position > 0 and size - remaining > max_padding:
             size = sizes[position - 1]
         stop = min(start + size, n_rows)
         groups.append(RowGroup(start, stop, size))

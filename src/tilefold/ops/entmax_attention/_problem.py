@@ -76,7 +76,7 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
         alpha_value: alpha of all heads, or ``ALPHA_IS_TENSOR``.
-        causal: whether a query sees no key after its position.
+        causal: whether a query attends to no key after its position.
         window: largest distance of a visible key from a query's position, or -1 for any.
         scale: factor of the products.
         dropout_p: probability that a weight is dropped.

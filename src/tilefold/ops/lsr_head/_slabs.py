@@ -27,7 +27,7 @@ def unit_of_dlogits(
 
     No activation has a slope above 1. So a gradient of a logit is at most ``scale`` times the
     largest gradient of a score (for means, divided by the sequence's length). Divided by the unit,
-    this bound lies between ``HEADROOM`` and twice that, which fp16 holds.
+    this bound is between ``HEADROOM`` and twice that, which fp16 can represent.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores. Values that are not finite are ignored.

@@ -302,7 +302,7 @@ class Receipt:
 
     @property
     def model_failed(self) -> bool:
-        """Whether all texts failed, and there are so many that the model is at fault."""
+        """Whether all texts failed, and are too many to have failed by chance."""
         return self.n_encoded == 0 and len(self.failed) >= MIN_ALL_FAILED
 
 
