@@ -91,8 +91,8 @@ _MOST_COMPARED_ROWS = 1024
 _PROBE_ROWS = 64
 # The sizes multiply these rows at positions that differ by this number.
 _PROBE_SHIFT = 3
-# Multiply-adds that take as long on a GPU as the two kernels with which a layer pads its rows, about
-# 5 us: in fp32, and in 16 bits, where few rows of small weights take hardly less time than more.
+# Multiply-adds that take as long on a GPU as the two kernels with which a layer pads its rows: in
+# fp32, and in 16 bits, where few rows of small weights take hardly less time than more.
 _FP32_PADDING_TIME = 1 << 27
 _HALF_PADDING_TIME = 1 << 31
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
@@ -121,12 +121,12 @@ class LinearLayers(NamedTuple):
     Attributes:
         weight: ``[N, K]`` of one of them.
         has_bias: whether they have a bias.
-        count: the number of layers.
+        n_layers: their number.
     """
 
     weight: Tensor
     has_bias: bool
-    count: int
+    n_layers: int
 
 
 class _FunctionKind(NamedTuple):
@@ -475,11 +475,11 @@ def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
     for layer in layers:
         kind = _kind_of(layer.weight, layer.has_bias)
         dtype = _autocast_dtype(layer.weight) or layer.weight.dtype
-        probes.append((_probe_of(kind._replace(dtype=dtype)), layer.count))
+        probes.append((_probe_of(kind._replace(dtype=dtype)), layer.n_layers))
 
     def time_of(size: int) -> int:
         """Return the time of all layers after padding to a size, in multiply-adds."""
-        return sum(count * probe.time_of_few_rows(size) for probe, count in probes)
+        return sum(n_layers * probe.time_of_few_rows(size) for probe, n_layers in probes)
 
     candidates = [size for size in (*_FEW_GPU_ROWS, LEAST_GPU_ROWS) if size >= n_rows]
     return min(candidates, key=time_of)

@@ -481,7 +481,7 @@ class PackedForward(Replacement):
             LinearLayers(
                 weight=layers_of_shape[0].weight,
                 has_bias=layers_of_shape[0].bias is not None,
-                count=len(layers_of_shape),
+                n_layers=len(layers_of_shape),
             )
             for layers_of_shape in self._layers_by_shape()
         ]
