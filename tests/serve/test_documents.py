@@ -522,6 +522,21 @@ def test_a_broken_device_fails_no_document(
         wait_until(lambda: "parcels" in running.hits("print the label"))
 
 
+def test_a_killed_process_that_changes_the_index_is_named_by_its_signal(
+    path: Path,
+    encoder: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = tmp_path / "killed"
+    program.write_text("#!/bin/sh\necho 'documents have no metadata' >&2\nkill -9 $$\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with writing_server(path, encoder, run=None) as running:
+        error = running.put(NEW).json["error"]
+    assert error == "tilefold index was killed (SIGKILL), as happens when memory is short"
+
+
 class Panic(BaseException):
     """Stands for a panic of Rust code, which is not an ``Exception`` in Python."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tilefold._internal.files import InUseError
+from tilefold._internal.processes import describe_exit
 from tilefold.ops.row_groups import normalize_rows
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, provenance_of
 from tilefold.retrieval.data.collection import Collection, Document
@@ -622,6 +623,11 @@ class _IndexProcess:
                     os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
             _, log = process.communicate()
         self._process = None
+        if process.returncode < 0:
+            raise RuntimeError(
+                f"tilefold index was killed ({describe_exit(process.returncode)}), as happens "
+                "when memory is short",
+            )
         if process.returncode:
             lines = log.strip().splitlines()
             reason = lines[-1].removeprefix("Error: ") if lines else f"code {process.returncode}"

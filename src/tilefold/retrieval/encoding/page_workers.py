@@ -3,6 +3,9 @@
 A batch is divided into parts of a few pages, which several workers prepare at the same time. So the
 first batch is ready soon, and all workers take part in it. A worker writes the features of a part
 to memory that it shares with its parent, whose thread copies them into the tensors of the batch.
+
+All workers are forked from one process without threads
+(:mod:`tilefold.retrieval.encoding.worker_template`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from tilefold._internal.processes import describe_exit
 from tilefold._internal.typing import Model
 from tilefold.distributed.ranks import share_of_cores
 from tilefold.pipeline.threads import Prefetcher
@@ -39,7 +43,7 @@ from tilefold.retrieval.encoding.pages import (
     has_fixed_shapes,
     picklable_error,
 )
-from tilefold.retrieval.encoding.worker_template import WorkerTemplate, describe_exit
+from tilefold.retrieval.encoding.worker_template import WorkerTemplate
 from tilefold.retrieval.errors import DataError, WorkerError
 
 __all__ = [
@@ -439,11 +443,11 @@ class _Task:
 class PageWorkers:
     """Processes that prepare parts of batches, and share memory with this process.
 
-    They are forked from a template process, and have the model's processor. They need none of the
-    model's weights.
+    They are forked from a template process, so that they have the model's processor. They need none
+    of the model's weights.
 
-    The template is forked here, by the caller's thread, before a prefetching thread starts. A
-    thread that forked later could do so while another thread imports a module.
+    The template is forked when this object is created, which must be before a prefetching thread
+    starts: that thread could fork while another one imports a module.
 
     Args:
         preparation: decodes the pages.
@@ -673,10 +677,10 @@ def _prepare_tasks(
 
 
 def _receive_tasks(connection: Connection, tasks: queue.SimpleQueue[_Task]) -> None:
-    """Receive tasks as soon as they are sent, in a thread, and end the process at the last one.
+    """Receive tasks in a thread as soon as they are sent, until the parent closes the connection.
 
-    Otherwise the parent, which sends a task, and the worker, which sends a result, could wait for
-    one another.
+    Then the process ends. Without the thread, the parent, which sends a task, and the worker, which
+    sends a result, could wait for one another.
 
     Args:
         connection: sends tasks.
@@ -690,21 +694,15 @@ def _receive_tasks(connection: Connection, tasks: queue.SimpleQueue[_Task]) -> N
 
 
 def _write_features(buffer: SharedBuffer, prepared: PreparedPages) -> None:
-    """Move tensors into a buffer, and replace them by the places where they are."""
+    """Move the tensors of features into a buffer, and replace each by a ``SharedTensor``."""
     tensors = [
         tensor for _, features in prepared.groups for tensor in _tensors_of(features).values()
     ]
-    places = iter(buffer.write(tensors))
-    prepared.groups = [
-        (
-            positions,
-            {
-                name: next(places) if isinstance(value, Tensor) else value
-                for name, value in features.items()
-            },
-        )
-        for positions, features in prepared.groups
-    ]
+    shared_tensors = iter(buffer.write(tensors))
+    for _, features in prepared.groups:
+        for name, value in features.items():
+            if isinstance(value, Tensor):
+                features[name] = next(shared_tensors)
 
 
 def _read_features(buffer: SharedBuffer, features: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,6 +125,10 @@ def encode_tokens(
 
     Returns:
         The complete manifest.
+
+    Raises:
+        WorkerError: if processes that decode pages are killed again and again, as happens when
+            memory is short. Finished shards are kept.
     """
     encoding = TokenEncoding(
         kind=kind,

@@ -21,9 +21,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
+from tilefold._internal.processes import describe_exit
 from tilefold.retrieval.errors import WorkerError
 
-__all__ = ["RunWorker", "WorkerTemplate", "describe_exit"]
+__all__ = ["RunWorker", "WorkerTemplate"]
 
 _PARENT_CHECK_SECONDS = 2.0  # time after which the template checks whether its parent has ended
 
@@ -149,20 +150,6 @@ class WorkerTemplate:
         self.begin_close()
         self._process.join()
         self._requests.close()
-
-
-def describe_exit(exit_code: int) -> str:
-    """Describe how a process has ended, such as ``"SIGKILL"`` or ``"exit code 1"``.
-
-    Args:
-        exit_code: the exit code; ``-N`` if signal ``N`` has ended the process.
-    """
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:  # a signal without a name
-        return f"signal {-exit_code}"
 
 
 def _fork_on_request(
