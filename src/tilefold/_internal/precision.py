@@ -180,6 +180,15 @@ def requested_dtype(model: Model) -> Dtype | None:
     return forward.dtype if isinstance(forward, ForwardInPrecision) else None
 
 
+def autocast_of(model: Model) -> AbstractContextManager[None]:
+    """Return the context of torch's autocast in which a model computes after :func:`set_precision`.
+
+    It changes nothing for other models.
+    """
+    forward = vars(model).get("forward")
+    return forward.autocast() if isinstance(forward, ForwardInPrecision) else nullcontext()
+
+
 def stored_dtypes(model: Model) -> dict[str, torch.dtype]:
     """Return name -> stored dtype of the weights that :func:`set_precision` has widened."""
     forward = vars(model).get("forward")

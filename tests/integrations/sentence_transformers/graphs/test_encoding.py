@@ -25,6 +25,7 @@ from tests.integrations.splade_models import (
     build_tiny_splade,
     tiny_transformer,
 )
+from tilefold._internal.precision import set_precision
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
 from tilefold.integrations.sentence_transformers.graphs import encoding
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
@@ -37,6 +38,7 @@ from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
     EncodingGraph,
     GraphSize,
 )
+from tilefold.ops._shared import row_groups
 from tilefold.ops.lsr_head import rows_of_scores
 from tilefold.pipeline.rows import RowCapacityError, unpack_capacity_rows
 from tilefold.retrieval.encoding.sparse import encode_batch
@@ -292,6 +294,21 @@ def test_graphs_of_an_invariant_dense_model_keep_the_bits(tokenizer_folder: Path
     for text, vector in zip(FEW, together, strict=True):
         assert (model.encode(text) == vector).all()
     assert n_graphs(model) >= 2  # of one text, and of several
+
+
+def test_graphs_of_an_invariant_model_have_the_number_of_tokens_that_suits_its_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+) -> None:
+    def prefer_few_rows_in_bf16(probe: row_groups._Probe, size: int) -> int:
+        return size if probe._kind.dtype == torch.bfloat16 else -size
+
+    monkeypatch.setattr(row_groups._Probe, "time_of_few_rows", prefer_few_rows_in_bf16)
+    model = with_graphs(build_dense(tokenizer_folder), invariant=True)
+    for dtype, n_tokens in (("bf16", 32), ("fp32", 256)):
+        set_precision(model, dtype)
+        model.encode(TEXT)
+        assert GraphSize(texts=1, tokens=n_tokens) in graph_sizes(model)
 
 
 def test_paused_graphs_are_kept(tokenizer_folder: Path) -> None:

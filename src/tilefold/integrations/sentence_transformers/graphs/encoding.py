@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilefold._internal.cuda_graphs import capture_lock, warn_capture_failed
+from tilefold._internal.precision import autocast_of
 from tilefold._internal.typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._pooling import (
@@ -654,9 +655,12 @@ class EncodingGraphs(Replacement):
         """
         if not is_invariant(self.owner):
             return n_tokens
-        if self._packed_forwards is None:
-            self._packed_forwards = packed_forwards(self.owner)
-        counts = [forward.padded_token_count(n_tokens) for forward in self._packed_forwards]
+        forwards = self._packed_forwards
+        if forwards is None:
+            forwards = packed_forwards(self.owner)
+            self._packed_forwards = forwards
+        with autocast_of(self.owner):  # the dtype decides which numbers of rows have equal bits
+            counts = [forward.padded_token_count(n_tokens) for forward in forwards]
         return max(counts, default=n_tokens)
 
     def _replay(self, captured: CapturedEncoding, features: Features) -> bool:
