@@ -401,7 +401,7 @@ def merge_on_full_gpu(port: int, index: Path) -> None:
         tilefold("index", "--merge", "--output", index)
         refusal = send(port, "POST", "/admin/reload")
         print(f"reload on a full GPU: {refusal}", flush=True)
-        if "GPU memory next to the served one" not in refusal.get("error", ""):
+        if "next to the served one" not in refusal.get("error", ""):
             raise RuntimeError(f"the server did not refuse the generation: {refusal}")
         if served_generation(port) != generation:
             raise RuntimeError("the server did not keep its generation")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from tests.serve.running import Client, Reply, serving, wait_until
@@ -328,6 +329,27 @@ def test_a_generation_without_memory_is_refused(
         reply = running.reload()
         assert reply.status == 409
         assert "MB of memory next to the served one, and 0 MB are free" in reply.json["error"]
+        monkeypatch.undo()
+        assert running.reload().status == 200
+
+
+def test_a_generation_for_which_a_gpu_runs_out_of_memory_is_refused(
+    path: Path,
+    last: r.SparseVectors,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_out_of_memory(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 294.00 MiB.")
+
+    with following_server(path, encoder, watch_seconds=0) as running:
+        generation = running.generation
+        update_index(path, last)
+        monkeypatch.setattr(Searchable, "search_probe", run_out_of_memory)
+        reply = running.reload()
+        assert reply.status == 409
+        assert "too little free memory to open the new generation" in reply.json["error"]
+        assert running.generation == generation
         monkeypatch.undo()
         assert running.reload().status == 200
 

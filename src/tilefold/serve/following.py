@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from tilefold._internal.memory import free_device_bytes, memory_left
 from tilefold.retrieval.common.files import FileIdentity
 from tilefold.retrieval.errors import DataError
@@ -397,6 +399,12 @@ def _reason(error: BaseException) -> str:
     """Return the first line of an error's message without its final period.
 
     The result is a part of a sentence. It is the name of the error's class if there is no message.
+    The message of torch for missing GPU memory does not say what to do, so it gets another one.
     """
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the GPU has too little free memory to open the new generation next to the served one. "
+            "Free memory, or restart the server"
+        )
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -11,10 +11,12 @@ import math
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -44,6 +46,10 @@ _SPARE_FILES = 256
 _SPARE_SHARE = 4
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _WARNING_INTERVAL_SECONDS = 60.0
+# Time after which a thread that computes in Python lets another one run. A request needs Python's
+# lock some twenty times. With Python's default of 5 ms, it would wait up to 0.1 s while another
+# thread opens an index.
+_SWITCH_SECONDS = 0.0005
 # A connection *lingers* if its response has been sent, but its client may not have read it yet. It
 # is closed after this time.
 _LINGER_SECONDS = 1.0
@@ -569,9 +575,21 @@ def run(
     service.limits = _limit_to_open_files(service.limits)
     _freeze_garbage_collector()
     try:
-        Server(app, service, ready).run([bound])
+        with _frequent_switches():
+            Server(app, service, ready).run([bound])
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _frequent_switches() -> Iterator[None]:
+    """Let threads that compute in Python give way to others more often within the context."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def load_and_run(
@@ -635,7 +653,8 @@ def load_and_run(
         listening=listening,
     )
     try:
-        server.run([bound])
+        with _frequent_switches():
+            server.run([bound])
     finally:
         gc.unfreeze()
     if loading_app.error is not None:

@@ -20,7 +20,7 @@ from tilefold import retrieval as r
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index.opening import open_index
-from tilefold.retrieval.index.protocol import StoredIds, save_ids
+from tilefold.retrieval.index.protocol import StoredIds, are_among, save_ids
 from tilefold.retrieval.index.seismic import SeismicIndex
 
 MakeVectors = Callable[..., SparseVectors]
@@ -463,6 +463,10 @@ def test_stored_ids_behave_like_the_list_that_was_saved(
     assert stored[:] == ids
     assert stored[-1] == ids[-1]
     assert stored[1::2] == ids[1::2]
+    sought = {*ids[::2], "an id that is not stored"}
+    assert are_among(stored, sought).tolist() == [name in sought for name in ids]
+    assert are_among(ids, sought).tolist() == [name in sought for name in ids]
+    assert not are_among(stored, set()).any()
     with pytest.raises(IndexError, match="position: expected a position"):
         stored[len(ids)]
     with pytest.raises(DataError, match=r"id_offsets.npy: expected int64 of shape \["):

@@ -347,6 +347,26 @@ class StoredIds(Sequence[str]):
             # Reading the ids one by one raises a DataError that names the file.
             return [self[position] for position in positions.tolist()]
 
+    def are_among(self, sought: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """Return whether each id is one of the sought ones, ``[N]``.
+
+        The bytes are compared without decoding all ids in Python, which would delay other threads.
+
+        Args:
+            sought: the ids that are sought.
+        """
+        import pyarrow
+        import pyarrow.compute
+
+        offsets = np.ascontiguousarray(self._offsets)
+        buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(self._text)]
+        ids = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), buffers)
+        encoded = [document_id.encode("utf-8", _ENCODING_ERRORS) for document_id in sought]
+        value_set = pyarrow.array(encoded, pyarrow.large_binary())
+        is_sought = pyarrow.compute.is_in(ids, value_set=value_set)
+        mask: npt.NDArray[np.bool_] = is_sought.to_numpy(zero_copy_only=False)
+        return mask
+
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
@@ -366,6 +386,20 @@ class StoredIds(Sequence[str]):
             raise DataError(f"{folder / _OFFSETS}: an id is empty. {REMEDY}")
         file = folder / _IDS
         return cls(file, read_array(file, np.uint8, int(offsets[-1])), offsets)
+
+
+def are_among(ids: Sequence[str], sought: Collection[str]) -> npt.NDArray[np.bool_]:
+    """Return whether each id is one of the sought ones, ``[N]``.
+
+    Args:
+        ids: ids of the documents of an index.
+        sought: the ids that are sought.
+    """
+    if not sought:
+        return np.zeros(len(ids), bool)
+    if isinstance(ids, StoredIds):
+        return ids.are_among(sought)
+    return np.array([document_id in sought for document_id in ids], bool)
 
 
 # Creates a hit from a pair of an id and a score, without a call of a Python function.

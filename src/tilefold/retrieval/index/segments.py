@@ -25,7 +25,7 @@ from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.exact import Postings
-from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, SparseIndex
+from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, SparseIndex, are_among
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.devices import Devices
@@ -100,13 +100,8 @@ class Segments:
     @cached_property
     def _present(self) -> Mask:
         """Mask of the documents of all parts, False for removed documents."""
-        return np.array(
-            [
-                document_id not in removed
-                for part, removed in self.parts_with_removed()
-                for document_id in part.ids
-            ],
-            bool,
+        return np.concatenate(
+            [~are_among(part.ids, removed) for part, removed in self.parts_with_removed()],
         )
 
     def search(
@@ -235,7 +230,7 @@ class Segments:
         rows_by_part = []
         metadata_by_part = []
         for part, removed in self.parts_with_removed():
-            rows = [row for row, document_id in enumerate(part.ids) if document_id not in removed]
+            rows = np.flatnonzero(~are_among(part.ids, removed)).tolist()
             rows_by_part.append(rows)
             metadata_by_part.append(None if part.metadata is None else part.metadata.take(rows))
         return type(self.parts[0]).merge(
