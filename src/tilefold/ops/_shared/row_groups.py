@@ -471,15 +471,29 @@ def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
     Raises:
         RuntimeError: if no number of rows gives equal bits for one of the layers.
     """
-    probes = []
+    numbers_of_layers = []
     for layer in layers:
         kind = _kind_of(layer.weight, layer.has_bias)
         dtype = _autocast_dtype(layer.weight) or layer.weight.dtype
-        probes.append((_probe_of(kind._replace(dtype=dtype)), layer.n_layers))
+        numbers_of_layers.append((kind._replace(dtype=dtype), layer.n_layers))
+    return _fastest_row_count(tuple(numbers_of_layers), n_rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fastest_row_count(numbers_of_layers: tuple[tuple[_ProductKind, int], ...], n_rows: int) -> int:
+    """Return the number of rows that takes all layers the least time, see `padded_row_count`.
+
+    Args:
+        numbers_of_layers: the kinds of the products, each with its number of layers.
+        n_rows: the number of rows before padding.
+    """
 
     def time_of(size: int) -> int:
         """Return the time of all layers after padding to a size, in multiply-adds."""
-        return sum(n_layers * probe.time_of_few_rows(size) for probe, n_layers in probes)
+        return sum(
+            n_layers * _probe_of(kind).time_of_few_rows(size)
+            for kind, n_layers in numbers_of_layers
+        )
 
     candidates = [size for size in (*_FEW_GPU_ROWS, LEAST_GPU_ROWS) if size >= n_rows]
     return min(candidates, key=time_of)
