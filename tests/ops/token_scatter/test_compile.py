@@ -41,7 +41,7 @@ TYPES = dict.fromkeys(["B", "S", "T", "V", "stride_db", "stride_dv"], "i32") | {
     "ids_ptr": "*i64",
     "cu_ptr": "*i32",
     "slot_ptr": "*i64",
-    "meet_ptr": "*i32",
+    "slot_position_ptr": "*i32",
     "counted_ptr": "*u8",
 }
 FLOATS = ("weights_ptr", "out_ptr", "dscores_ptr", "dweights_ptr")

@@ -27,7 +27,7 @@ PARAMETER_TENSORS = {
     "cu_ptr": "cu_seqlens",
     "out_ptr": "scores",
     "slot_ptr": "slots",
-    "meet_ptr": "meets",
+    "slot_position_ptr": "slot_positions",
 }
 COMPILED = "at most 2 tokens a thread: compiled without spills for 8.0, 9.0 and 10.0"
 # A program instance handles one sequence, BLOCK tokens at a time.
@@ -75,7 +75,8 @@ def forward(
         table = builder.add_buffer("table", (batch, options.vocab_size), torch.int32)
     builder.add_buffer("slots", (n_tokens,), torch.int64)
     # Sums need three numbers per token, maxima one.
-    builder.add_buffer("meets", (3 * n_tokens if is_sum else n_tokens,), torch.int32)
+    n_positions = 3 * n_tokens if is_sum else n_tokens
+    builder.add_buffer("slot_positions", (n_positions,), torch.int32)
     builder.add_launch(
         scatter_kernel,
         grid=(batch,),

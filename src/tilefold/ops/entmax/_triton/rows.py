@@ -80,15 +80,15 @@ def _forward_kernel(
     broken = (e < 0) | (e > 1) | (e != e) | (peak != peak)
     broken = broken | (peak == float("inf"))
     empty = (peak == float("-inf")) & ~broken
-    idle = broken | empty | ~mask_r
-    peak = tl.where(idle, 0.0, peak)
+    is_idle = broken | empty | ~mask_r
+    peak = tl.where(is_idle, 0.0, peak)
     e = tl.where(broken, 1.0, e)
 
     low, high = entmax.bracket(tl.zeros_like(peak) + n, e, KIND)
     y = entmax.middle(low, high, e, KIND)
     mass = tl.zeros_like(peak) + 1.0
-    before = tl.zeros_like(peak) + float("inf")
-    converged = idle
+    previous_residual = tl.zeros_like(peak) + float("inf")
+    converged = is_idle
     careful = entmax.needs_care(tl.min(e, axis=0), KIND)  # one formula for all rows of the tile
     if RESIDENT:
         d = _distances(s, peak, e, KIND)
@@ -125,14 +125,14 @@ def _forward_kernel(
                 q_terms += tile_q
             f, u, q = entmax.sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(converged, mass, f)
-        y, low, high, before, converged = entmax.next_root(
+        y, low, high, previous_residual, converged = entmax.next_root(
             y,
             f,
             u,
             q,
             low,
             high,
-            before,
+            previous_residual,
             converged,
             e,
             KIND,
@@ -238,10 +238,8 @@ def _backward_kernel(
     mass = tl.sum(total, axis=1)
     mass = tl.where(mass == 0, 1.0, mass)
     if NEED_ALPHA:
-        slope = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(
-            dot_a,
-            axis=1,
-        )
+        slope = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1)
+        slope -= tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
         tl.store(dalpha_ptr + rows, slope / mass, mask=mask_r)
     if NEED_X:
         mean = (tl.sum(product, axis=1) / mass)[:, None]

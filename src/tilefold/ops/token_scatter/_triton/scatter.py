@@ -2,13 +2,15 @@
 
 No float is added or compared in a race, so results do not depend on the order of the threads.
 
-All tokens with the same id must find one another. Each writes its position to the id's entry of a
-table, and the write that lasts names a slot, which is the token's at that position. It does not
-matter which token it is, since all read the same one. A table whose entries are written before they
-are read needs no clearing. The scores' own memory is used for it, and every entry that was used is
-overwritten by its score at the end. At the slot, integer atomics reduce the tokens in any order: a
-maximum of (weight, lowest token) as int64 keys, or a sum of weights in int64 fixed point, in a unit
-that follows from the largest weight of the slot.
+All tokens with the same id share a slot. To choose it, each token writes its position to the id's
+entry of a table. One of these writes is the last, and the slot of that token is the shared one. It
+does not matter which token it is, since all read the same position. The table needs no clearing,
+because entries are written before they are read. It uses the memory of the scores, and every entry
+that was used is overwritten by its score at the end.
+
+At the slot, integer atomics reduce the tokens in any order: a maximum of (weight, lowest token) as
+int64 keys, or a sum of weights in int64 fixed point, in a unit that follows from the largest weight
+of the slot.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
     The length is 0 if they are not.
     """
     if PACKED:
-        ok = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == T)
+        offsets_valid = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == T)
         for b0 in range(0, B, SCAN):
             i = b0 + tl.arange(0, SCAN)
             begin = tl.load(cu_ptr + i, mask=i < B, other=0).to(tl.int64)
             end = tl.load(cu_ptr + 1 + i, mask=i < B, other=0).to(tl.int64)
-            ok = ok & (tl.min(end - begin) >= 0)
+            offsets_valid = offsets_valid & (tl.min(end - begin) >= 0)
         start = tl.load(cu_ptr + b).to(tl.int64)
         length = tl.load(cu_ptr + b + 1).to(tl.int64) - start
-        return start, tl.where(ok, length, 0).to(tl.int32), ok
+        return start, tl.where(offsets_valid, length, 0).to(tl.int32), offsets_valid
     else:
         # There is no launch for S = 0, so loops over tokens need no guard, whose predicate spilled.
         tl.assume(S > 0)
@@ -64,13 +66,13 @@ def load_tokens(
     """
     inside = s < length
     weight = tl.load(weights_ptr + start + s, mask=inside, other=0.0).to(tl.float32)
-    entry = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
+    token_id = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
     valid = inside
     if HAS_MASK:
         valid = valid & (tl.load(mask_ptr + start + s, mask=inside, other=0) != 0)
     for i in tl.static_range(IGNORED):
-        valid = valid & (entry != IGNORE[i])
-    return weight, entry, valid, valid & (entry >= 0) & (entry < V)
+        valid = valid & (token_id != IGNORE[i])
+    return weight, token_id, valid, valid & (token_id >= 0) & (token_id < V)
 
 
 @triton.jit
@@ -96,14 +98,13 @@ def exponent_above(bits):
 
 
 @triton.jit
-def scale_of(count, peak):
+def scale_of(count, largest):
     """Return the e for which the sum of ``count`` terms is less than ``2^(62 - e)``.
 
-    No term is larger than the number with the bits ``peak``.
+    No term is larger than the number with the bits ``largest``.
     """
-    return (
-        62 - exponent_above(count.to(tl.float32).to(tl.int32, bitcast=True)) - exponent_above(peak)
-    )
+    count_bits = count.to(tl.float32).to(tl.int32, bitcast=True)
+    return 62 - exponent_above(count_bits) - exponent_above(largest)
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def scatter_kernel(
     out_ptr,
     table_ptr,
     slot_ptr,
-    meet_ptr,
+    slot_position_ptr,
     counted_ptr,
     B,
     S,
@@ -175,8 +176,8 @@ def scatter_kernel(
         out_ptr: scores ``[B, V]``, zeros before; written.
         table_ptr: table of positions ``[B, V]``, which may be the scores' memory.
         slot_ptr: int64 slot of each token: its key, or its sum.
-        meet_ptr: int32 position of the slot that each token uses. With SUM, two more numbers per
-            token follow: kinds and largest values.
+        slot_position_ptr: int32 position of the slot that each token uses. With SUM, two more
+            numbers per token follow: kinds and largest values.
         counted_ptr: uint8, which tokens have a gradient; written if WITH_COUNTED.
         B: number of sequences.
         S: length of padded sequences.
@@ -184,17 +185,17 @@ def scatter_kernel(
         V: number of columns.
     """
     b = tl.program_id(0).to(tl.int64)
-    start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
+    start, length, offsets_valid = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
     table_ptr = as_table(table_ptr)
-    kind_ptr = meet_ptr + T  # used by sums
-    peak_ptr = kind_ptr + T  # 2 * T may exceed 32 bits
+    kind_ptr = slot_position_ptr + T  # used by sums
+    largest_ptr = kind_ptr + T  # 2 * T may exceed 32 bits
     row = b * V
 
     # 1. every token proposes its slot for its id, and clears the slot
-    broken = tl.zeros((BLOCK,), tl.int32) + (ok == 0).to(tl.int32)
+    is_broken = tl.zeros((BLOCK,), tl.int32) + (offsets_valid == 0).to(tl.int32)
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        weight, entry, valid, in_vocabulary = load_tokens(
+        weight, token_id, valid, in_vocabulary = load_tokens(
             weights_ptr,
             ids_ptr,
             mask_ptr,
@@ -206,21 +207,21 @@ def scatter_kernel(
             IGNORED,
             HAS_MASK,
         )
-        broken |= (valid & (in_vocabulary == 0)).to(tl.int32)
-        tl.store(table_ptr + row + entry, s.to(table_ptr.dtype.element_ty), mask=in_vocabulary)
+        is_broken |= (valid & (in_vocabulary == 0)).to(tl.int32)
+        tl.store(table_ptr + row + token_id, s.to(table_ptr.dtype.element_ty), mask=in_vocabulary)
         if SUM:
             tl.store(slot_ptr + start + s, tl.zeros((BLOCK,), tl.int64), mask=s < length)
             tl.store(kind_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
-            tl.store(peak_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
+            tl.store(largest_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
         else:
             tl.store(slot_ptr + start + s, tl.full((BLOCK,), LOWEST, tl.int64), mask=s < length)
-    broken = tl.max(broken)
+    is_broken = tl.max(is_broken)
     tl.debug_barrier()
 
     # 2. tokens are reduced at the slots by integer atomics, in any order
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        weight, entry, valid, in_vocabulary = load_tokens(
+        weight, token_id, valid, in_vocabulary = load_tokens(
             weights_ptr,
             ids_ptr,
             mask_ptr,
@@ -232,33 +233,40 @@ def scatter_kernel(
             IGNORED,
             HAS_MASK,
         )
-        meet = tl.load(
-            table_ptr + row + entry, mask=in_vocabulary, other=0, cache_modifier=".cg"
-        ).to(
-            tl.int32,
-        )
-        tl.store(meet_ptr + start + s, meet, mask=in_vocabulary)
+        slot_position = tl.load(
+            table_ptr + row + token_id, mask=in_vocabulary, other=0, cache_modifier=".cg"
+        ).to(tl.int32)
+        tl.store(slot_position_ptr + start + s, slot_position, mask=in_vocabulary)
         if SUM:
             value = activate(weight, ACTIVATION)
             kind = kind_of(value)
             # the bits of numbers that are not negative have the numbers' order
-            size = tl.where(kind == 0, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
+            magnitude = tl.where(kind == 0, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
             tl.atomic_max(
-                peak_ptr + start + meet, size, mask=in_vocabulary & (size != 0), sem="relaxed"
+                largest_ptr + start + slot_position,
+                magnitude,
+                mask=in_vocabulary & (magnitude != 0),
+                sem="relaxed",
             )
             tl.atomic_or(
-                kind_ptr + start + meet, kind, mask=in_vocabulary & (kind != 0), sem="relaxed"
+                kind_ptr + start + slot_position,
+                kind,
+                mask=in_vocabulary & (kind != 0),
+                sem="relaxed",
             )
         else:
             tl.atomic_max(
-                slot_ptr + start + meet, order_key(weight, s), mask=in_vocabulary, sem="relaxed"
+                slot_ptr + start + slot_position,
+                order_key(weight, s),
+                mask=in_vocabulary,
+                sem="relaxed",
             )
     tl.debug_barrier()
     if SUM:
         # terms of one sum are added up in units of 2^-scale, in which length * largest < 2^62
         for s0 in range(0, length, BLOCK):
             s = s0 + tl.arange(0, BLOCK)
-            weight, entry, valid, in_vocabulary = load_tokens(
+            weight, token_id, valid, in_vocabulary = load_tokens(
                 weights_ptr,
                 ids_ptr,
                 mask_ptr,
@@ -270,20 +278,25 @@ def scatter_kernel(
                 IGNORED,
                 HAS_MASK,
             )
-            meet = tl.load(meet_ptr + start + s, mask=in_vocabulary, other=0)
-            peak = tl.load(
-                peak_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg"
+            slot_position = tl.load(slot_position_ptr + start + s, mask=in_vocabulary, other=0)
+            largest = tl.load(
+                largest_ptr + start + slot_position,
+                mask=in_vocabulary,
+                other=0,
+                cache_modifier=".cg",
             )
             value = activate(weight, ACTIVATION)
             number = tl.where(kind_of(value) == 0, value, 0.0).to(tl.float64)
-            units = (number * power_of_two(scale_of(length, peak))).to(tl.int64)
-            tl.atomic_add(slot_ptr + start + meet, units, mask=in_vocabulary, sem="relaxed")
+            units = (number * power_of_two(scale_of(length, largest))).to(tl.int64)
+            tl.atomic_add(
+                slot_ptr + start + slot_position, units, mask=in_vocabulary, sem="relaxed"
+            )
         tl.debug_barrier()
 
     # 3. one token of each id writes its score
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        weight, entry, valid, in_vocabulary = load_tokens(
+        weight, token_id, valid, in_vocabulary = load_tokens(
             weights_ptr,
             ids_ptr,
             mask_ptr,
@@ -295,29 +308,34 @@ def scatter_kernel(
             IGNORED,
             HAS_MASK,
         )
-        meet = tl.load(meet_ptr + start + s, mask=in_vocabulary, other=0)
-        slot = tl.load(slot_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg")
+        slot_position = tl.load(slot_position_ptr + start + s, mask=in_vocabulary, other=0)
+        slot = tl.load(
+            slot_ptr + start + slot_position, mask=in_vocabulary, other=0, cache_modifier=".cg"
+        )
         if SUM:
             kinds = tl.load(
-                kind_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg"
+                kind_ptr + start + slot_position, mask=in_vocabulary, other=0, cache_modifier=".cg"
             )
-            peak = tl.load(
-                peak_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg"
+            largest = tl.load(
+                largest_ptr + start + slot_position,
+                mask=in_vocabulary,
+                other=0,
+                cache_modifier=".cg",
             )
-            total = (slot.to(tl.float64) * power_of_two(-scale_of(length, peak))).to(tl.float32)
+            total = (slot.to(tl.float64) * power_of_two(-scale_of(length, largest))).to(tl.float32)
             value = sum_of_kinds(kinds, total)
-            writes = in_vocabulary & (meet == s)
+            writes = in_vocabulary & (slot_position == s)
             counted = in_vocabulary
         else:
             value = activate(weight, ACTIVATION)
             value = tl.where(value <= 0.0, 0.0, value)
             writes = in_vocabulary & (slot == order_key(weight, s))
             counted = writes & (value != 0.0)
-        tl.store(out_ptr + row + entry, value.to(out_ptr.dtype.element_ty), mask=writes)
+        tl.store(out_ptr + row + token_id, value.to(out_ptr.dtype.element_ty), mask=writes)
         if WITH_COUNTED:
             tl.store(counted_ptr + start + s, counted.to(tl.uint8), mask=s < length)
 
-    if broken != 0:  # no plausible number for invalid ids or offsets
+    if is_broken != 0:  # no plausible number for invalid ids or offsets
         tl.debug_barrier()
         for v0 in range(0, V, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
@@ -356,20 +374,22 @@ def gather_kernel(
     The other arguments are as in :func:`scatter_kernel`.
     """
     b = tl.program_id(0).to(tl.int64)
-    start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
+    start, length, offsets_valid = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
     for s0 in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         inside = s < length
         counted = tl.load(counted_ptr + start + s, mask=inside, other=0) != 0
         weight = tl.load(weights_ptr + start + s, mask=inside, other=0.0).to(tl.float32)
-        entry = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
-        grad = tl.load(dscores_ptr + b * stride_db + entry * stride_dv, mask=counted, other=0.0).to(
+        token_id = tl.load(ids_ptr + start + s, mask=inside, other=0).to(tl.int64)
+        grad = tl.load(
+            dscores_ptr + b * stride_db + token_id * stride_dv, mask=counted, other=0.0
+        ).to(
             tl.float32,
         )
         grad = tl.where(counted, gradient_from_logit(grad, weight, ACTIVATION), 0.0)
         tl.store(dweights_ptr + start + s, grad.to(dweights_ptr.dtype.element_ty), mask=inside)
     if PACKED:  # noqa: SIM102
-        if (ok == 0) & (b == 0) & (tl.program_id(1) == 0):
+        if (offsets_valid == 0) & (b == 0) & (tl.program_id(1) == 0):
             for t0 in range(0, T, BLOCK):
                 t = t0 + tl.arange(0, BLOCK)
                 nan = tl.full((BLOCK,), float("nan"), tl.float32)
