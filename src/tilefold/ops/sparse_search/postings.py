@@ -85,11 +85,13 @@ class BlockedPostings:
             key_counts += torch.bincount(slab.keys, minlength=key_counts.numel())
         starts = torch.nn.functional.pad(key_counts.cumsum(0), (1, 0))
         # The list of a term is divided by block. Added to the position of a posting in the lists,
-        # the shift of its block and term gives its position in the blocked postings.
+        # the shift of its block and term gives its position in the blocked postings. It is computed
+        # in place, because it takes 8 bytes per block and term.
         by_block = key_counts.view(n_blocks, n_terms)
-        n_in_earlier_blocks = by_block.cumsum(0).sub_(by_block)
-        list_positions = n_in_earlier_blocks.add_(offsets[:-1].to(device))
-        shift = list_positions.neg_().add_(starts[:-1].view_as(by_block)).view(-1)
+        shift = by_block.cumsum(0).sub_(by_block)  # postings of the term in earlier blocks
+        shift.add_(offsets[:-1].to(device))  # the position in the lists
+        shift.neg_().add_(starts[:-1].view_as(by_block))
+        shift = shift.view(-1)
         local_documents = torch.empty(n_postings, dtype=torch.int16, device=device)
         values = torch.empty(n_postings, dtype=torch.float32, device=device)
         largest = torch.zeros(n_terms, dtype=torch.float32, device=device)

@@ -280,9 +280,15 @@ def dqueries_row_kernel(
 ):
     """Compute the gradient of one query row from all documents, for few query rows.
 
-    Grid: ``[Tq, ceil(D / BLOCK_D)]``; a step takes ``BLOCK_N`` documents. ``saved``: winners ``[Nd,
-    Tq]``. With ``PROJECTS`` the rows were normalised, and the gradient is that of the rows before
-    it; ``D <= BLOCK_D`` then. Writes ``dquery`` ``[Tq, D]``.
+    Grid: ``[Tq, ceil(D / BLOCK_D)]``. A step of the loop takes ``BLOCK_N`` documents.
+
+    Args:
+        saved_ptr: winners ``[Nd, Tq]``.
+        dquery_ptr: gradient ``[Tq, D]``; written.
+        PROJECTS: whether the rows were normalised, so that the gradient is that of the rows before
+            normalisation. ``D <= BLOCK_D`` then.
+
+    The other arguments are as in :func:`dqueries_kernel`.
     """
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -357,9 +363,19 @@ def ddocuments_kernel(
 ):
     """Compute ``ddocuments[t]``, the sum of ``factor * dscore * queries[r]`` over rows that t won.
 
-    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document. It multiplies
-    all query rows of the document's pairs. ``saved``: winners. ``order``, ``first``: order of
-    listed pairs by document, and offsets ``[Nd + 1]``. Writes ``ddoc`` ``[Td, D]``.
+    All query rows of the document's pairs are multiplied, by a one-hot matrix of their winners.
+    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document.
+
+    Args:
+        saved_ptr: winners.
+        queries_ptr: token vectors ``[Tq, D]``.
+        query_factors_ptr: scales ``[Tq]`` of the queries, if ``HAS_SCALE``.
+        largest_ptr: the largest gradient of a score, if ``HAS_LARGEST``.
+        order_ptr: order of listed pairs by document.
+        first_ptr: offsets ``[Nd + 1]`` of the pairs of each document in this order.
+        ddoc_ptr: gradient ``[Td, D]``; written.
+
+    The other arguments are as in :func:`dqueries_kernel`.
     """
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
@@ -402,6 +418,7 @@ def ddocuments_kernel(
                     )
                     grad *= mantissa
                     x = times_power(x, power)
+                # [BLOCK_T, BLOCK_E]: the gradient of each query row, at the row of its winner
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
                 acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
         store_rows(ddoc_ptr, start + t, start + t < end, k, acc * unit * factor, D)
@@ -432,8 +449,14 @@ def _add_listed(
 ):
     """Add ``dscore * queries[row]`` of the listed query rows to the rows of a tile.
 
-    ``acc``: the tile ``[BLOCK_T, BLOCK_D]`` from document token ``t0`` on. ``lists``: the first
-    ``count`` are query rows. ``dscores`` and ``saved`` are at the document. Returns ``acc``.
+    Args:
+        acc: the tile ``[BLOCK_T, BLOCK_D]``, from document token ``t0`` on.
+        lists_ptr: query rows, of which the first ``count`` are read.
+        dscores_ptr: gradient of the scores of the document.
+        saved_ptr: winners of the document.
+
+    Returns:
+        The tile after the addition.
     """
     t = tl.arange(0, BLOCK_T)
     for entry0 in tl.range(0, count, BLOCK_E):
@@ -493,12 +516,18 @@ def ddocuments_listed_kernel(
 ):
     """Compute ``ddocuments[t]``, the sum of ``factor * dscore * queries[r]`` over rows that t won.
 
-    For all pairs. Grid: ``[programs, ceil(D / BLOCK_D)]``; programs share ``Nd * slices`` items.
-    Item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it.
-    The query rows that won in a tile are listed in ``lists``, ``CAPACITY`` for each program, and
-    only these are multiplied. ``saved``: winners ``[Nd, Tq]``. With ``PROJECTS`` the rows were
-    normalised, and the gradient is that of the rows before it; ``D <= BLOCK_D`` then. Writes
-    ``ddoc`` ``[Td, D]``.
+    For all pairs. The query rows that won in a tile are listed, and only these are multiplied.
+    Grid: ``[programs, ceil(D / BLOCK_D)]``; programs share ``Nd * slices`` items. Item ``i`` is
+    slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it.
+
+    Args:
+        saved_ptr: winners ``[Nd, Tq]``.
+        lists_ptr: scratch for the lists, ``CAPACITY`` rows for each program.
+        ddoc_ptr: gradient ``[Td, D]``; written.
+        PROJECTS: whether the rows were normalised, so that the gradient is that of the rows before
+            normalisation. ``D <= BLOCK_D`` then.
+
+    The other arguments are as in :func:`ddocuments_kernel`.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     lists_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
@@ -520,6 +549,7 @@ def ddocuments_listed_kernel(
                 position = count + tl.cumsum(in_tile.to(tl.int32), 0) - 1
                 tl.store(lists_ptr + position, row, mask=in_tile)
                 count += tl.sum(in_tile.to(tl.int32))
+                # The list is multiplied when it might overflow in the next step, and at the end.
                 if (count > CAPACITY - BLOCK_S) | (r0 + BLOCK_S >= Tq):
                     tl.debug_barrier()  # the list was written by other threads
                     acc = _add_listed(
@@ -545,7 +575,7 @@ def ddocuments_listed_kernel(
                         PRECISION,
                     )
                     count = 0
-                    tl.debug_barrier()  # before it is written anew
+                    tl.debug_barrier()  # the list has been read, and may be overwritten
             row_d = start + t0 + tl.arange(0, BLOCK_T)
             acc = acc * unit * factor
             if PROJECTS:

@@ -187,10 +187,17 @@ def all_pairs_kernel(
 ):
     """Compute the scores of a tile of query tokens with a share of the documents.
 
-    Grid: ``[ceil(Tq / tile_rows), splits]``. ``queries``: ``[Tq, D]``. ``documents``: ``[Td, D]``,
-    by a TMA descriptor if ``USE_TMA``. Masks, factors and ``row_query``: one per row. With
-    ``DIRECT``, writes ``scores`` ``[Nq, Nd]``, otherwise partial sums ``n_tokens`` for
-    ``combine_kernel``. With ``WITH_SAVED``, writes ``saved`` ``[Nd, Tq]``.
+    Grid: ``[ceil(Tq / tile_rows), splits]``.
+
+    Args:
+        queries_ptr: token vectors ``[Tq, D]``. Masks and factors have one number for each of them.
+        documents_src: token vectors ``[Td, D]``, a TMA descriptor if ``USE_TMA``.
+        scores_ptr: scores ``[Nq, Nd]``; written if ``DIRECT``.
+        parts_ptr: partial sums for :func:`combine_kernel`; written unless ``DIRECT``.
+        saved_ptr: ``[Nd, Tq]`` winners or smooth maxima; written if ``WITH_SAVED``.
+        row_query_ptr: query of each row; written if ``WITH_SAVED``, unless ``UNIFORM_Q``.
+        tile_rows: query tokens of a tile, at most ``BLOCK_Q``.
+        LQ: length of all queries if it divides the tile; otherwise 0.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -422,9 +429,14 @@ def listed_pairs_kernel(
 ):
     """Compute the score of one aligned, grouped or listed pair.
 
-    Grid: ``[P]``. ``queries``: ``[Tq, D]``. ``documents``: ``[Td, D]``, by a TMA descriptor if
-    ``USE_TMA``. ``pairs``: ``[P, 2]`` int32, for listed pairs. Writes ``scores`` ``[P]``, and with
-    ``WITH_SAVED`` the pair's part of ``saved``.
+    Grid: ``[P]``.
+
+    Args:
+        queries_ptr: token vectors ``[Tq, D]``.
+        documents_src: token vectors ``[Td, D]``, a TMA descriptor if ``USE_TMA``.
+        pairs_ptr: ``[P, 2]`` int32, the query and the document of each listed pair.
+        scores_ptr: scores ``[P]``; written.
+        saved_ptr: winners or smooth maxima of the pairs; written if ``WITH_SAVED``.
     """
     pair = tl.program_id(0)
     if PAIRING == INDEX:

@@ -94,11 +94,11 @@ def inverse_norms_kernel(
 def projected(x, scale, g):
     """Return ``scale * (g - u (u . g))`` with ``u = scale * x``.
 
-    This is the gradient of rows ``x`` ``[R, D]`` before normalisation, from that of the normalised
-    ones.
+    This is the gradient of rows ``x`` ``[R, D]`` before normalisation, from the gradient ``g`` of
+    the normalised rows. ``scale`` ``[R]`` is the inverse of their norms.
     """
     u = x * scale[:, None]
-    # Zeros are exact zeros, also where the other factor is infinite or NaN.
+    # A factor of 0 gives 0, even if the other factor is infinite or NaN.
     along = tl.sum(tl.where(g == 0.0, 0.0, u * g), axis=1)[:, None]
     u = tl.where(along == 0.0, 0.0, u)
     return tl.where((along == 0.0) & (g == 0.0), 0.0, scale[:, None] * (g - u * along))

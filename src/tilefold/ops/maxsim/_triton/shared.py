@@ -49,10 +49,15 @@ def shared_pass_kernel(
     """Compute the scores of ``BLOCK_Q / SLOT`` queries with a share of the documents.
 
     Grid: ``[ceil(Nq / (BLOCK_Q / SLOT)), splits]``; a program has every ``splits``-th document.
-    ``queries``: int8 ``[Nq * length_q, D]``. ``documents_src``: int8 ``[Td, D]``, a pointer or a
-    tensor descriptor. ``query_factors``, ``document_factors``: scales ``[Nq * length_q]`` and
-    ``[Td]``. With ``ONE_TILE``, no document has more than ``BLOCK_T`` tokens. Writes ``scores``
-    ``[Nq, Nd]``.
+
+    Args:
+        queries_ptr: int8 token vectors ``[Nq * length_q, D]``.
+        documents_src: int8 token vectors ``[Td, D]``, a pointer or a tensor descriptor.
+        query_factors_ptr: scales ``[Nq * length_q]`` of the queries.
+        document_factors_ptr: scales ``[Td]`` of the documents.
+        scores_ptr: scores ``[Nq, Nd]``; written.
+        SLOT: rows of a query in the tile, a multiple of ``STRIP``.
+        ONE_TILE: whether no document has more than ``BLOCK_T`` tokens.
     """
     QUERIES: tl.constexpr = BLOCK_Q // SLOT
     split = tl.program_id(1)

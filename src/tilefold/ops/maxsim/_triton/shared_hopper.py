@@ -146,7 +146,7 @@ def _put(
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """Put the scales of a tile into the ring, and load those of the tile of the next run.
+    """Store the scales of a tile in the ring, and load the scales of a tile of the next run.
 
     ``shift``: 0 or minus infinity, as :func:`_scales` returns.
     """
@@ -403,11 +403,16 @@ def shared_hopper_kernel(
     """Compute the scores of short queries with padded int8 documents.
 
     Grid: ``[query tiles, splits]``; a program has ``BLOCK_Q`` rows of queries and every
-    ``splits``-th group of ``GROUP`` documents. Four groups of warps multiply, each with one of ``4
-    / PARTS`` shares of the queries and one of ``PARTS`` parts of the documents. ``queries``: int8
-    ``[Nq * length_q, D]``. ``documents_src``: descriptor of int8 ``[Nd, length_d, D]``.
-    ``query_factors``, ``document_factors``: scales ``[Nq * length_q]`` and ``[Nd * length_d]``.
-    ``one``: 1, unknown to the compiler. Writes ``scores`` ``[Nq, Nd]``.
+    ``splits``-th group of ``GROUP`` documents. Four groups of warps multiply, each with one of
+    ``4 / PARTS`` shares of the queries and one of ``PARTS`` parts of the documents.
+
+    Args:
+        queries_ptr: int8 token vectors ``[Nq * length_q, D]``.
+        documents_src: descriptor of int8 token vectors ``[Nd, length_d, D]``.
+        query_factors_ptr: scales ``[Nq * length_q]`` of the queries.
+        document_factors_ptr: scales ``[Nd * length_d]`` of the documents.
+        scores_ptr: scores ``[Nq, Nd]``; written.
+        one: the number 1, which the compiler must not know.
     """
     SHARES: gl.constexpr = 4 // PARTS
     COLUMNS: gl.constexpr = BLOCK_Q // SHARES

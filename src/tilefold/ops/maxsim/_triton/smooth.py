@@ -56,8 +56,18 @@ def _weights(
 ):
     """Compute ``grad * softmax`` of a tile of similarities ``[BLOCK_Q, BLOCK_T]``.
 
-    The softmax of a similarity ``s`` is ``exp((s - smooth_max) / temperature)``, with the smooth
-    maxima ``[BLOCK_Q]``. Masked tokens have weight 0.
+    The softmax of a similarity ``s`` is ``exp((s - smooth_max) / temperature)``. Masked tokens have
+    weight 0.
+
+    Args:
+        row0: first query row of the tile.
+        rows: number of query rows from ``row0`` on.
+        row: query rows of the tile.
+        inside_q: rows that exist and are not masked.
+        doc_row0: first document row of the tile; ``doc_rows``, ``doc_row`` and ``inside_d`` are as
+            for queries.
+        smooth_max: smooth maxima ``[BLOCK_Q]``.
+        grad: gradients of the scores ``[BLOCK_Q]``.
     """
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     if HAS_SCALE:
@@ -65,7 +75,7 @@ def _weights(
     for k0 in range(0, D, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         q = load_block(queries_ptr, row0, rows, k, D, BLOCK_Q)
-        if HAS_SCALE:  # or its products might not be numbers of fp32
+        if HAS_SCALE:  # otherwise products might exceed the range of fp32
             q = times_power(q, power)
         d = load_block(documents_ptr, doc_row0, doc_rows, k, D, BLOCK_T)
         acc = tl.dot(q, d.T, acc, input_precision=PRECISION)
@@ -126,8 +136,15 @@ def smooth_dqueries_kernel(
     """Compute the gradient of a tile of query rows from smooth maxima.
 
     Grid: ``[ceil(Tq / BLOCK_Q), ceil(D / BLOCK_D)]`` for all pairs, otherwise
-    ``[Nq, ceil(D / BLOCK_D)]``. ``saved``: smooth maxima. ``order``, ``first``: order of listed
-    pairs by query, and offsets ``[Nq + 1]``. Writes ``dquery`` ``[Tq, D]``.
+    ``[Nq, ceil(D / BLOCK_D)]``.
+
+    Args:
+        saved_ptr: smooth maxima.
+        order_ptr: order of listed pairs by query.
+        first_ptr: offsets ``[Nq + 1]`` of the pairs of each query in this order.
+        dquery_ptr: gradient ``[Tq, D]``; written.
+
+    The other arguments are as in :func:`~tilefold.ops.maxsim._triton.backward.dqueries_kernel`.
     """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -261,9 +278,15 @@ def smooth_ddocuments_kernel(
 ):
     """Compute the gradient of the tiles of one document from smooth maxima.
 
-    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document. ``saved``:
-    smooth maxima. ``order``, ``first``: order of listed pairs by document, and offsets
-    ``[Nd + 1]``. Writes ``ddoc`` ``[Td, D]``.
+    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document.
+
+    Args:
+        saved_ptr: smooth maxima.
+        order_ptr: order of listed pairs by document.
+        first_ptr: offsets ``[Nd + 1]`` of the pairs of each document in this order.
+        ddoc_ptr: gradient ``[Td, D]``; written.
+
+    The other arguments are as in :func:`~tilefold.ops.maxsim._triton.backward.ddocuments_kernel`.
     """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

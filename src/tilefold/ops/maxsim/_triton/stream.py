@@ -101,10 +101,15 @@ def stream_kernel(
     """Compute the scores of all queries with a share of the documents.
 
     All queries together have ``Tq <= BLOCK_Q`` tokens. Grid: ``[splits]``; a program has every
-    ``splits``-th document. ``queries``: ``[Tq, D]``. ``documents_src``: ``[Td, D]``, a pointer or a
-    tensor descriptor. ``document_factors``: scales ``[Td]``, with ``HAS_SCALE``. ``PREFETCH`` rows
-    of the first document are loaded into L2 at once, through ``documents_ptr``. Writes ``scores``
-    ``[Nq, Nd]``.
+    ``splits``-th document.
+
+    Args:
+        queries_ptr: token vectors ``[Tq, D]``.
+        documents_src: token vectors ``[Td, D]``, a pointer or a tensor descriptor.
+        documents_ptr: the same vectors, for the prefetch.
+        document_factors_ptr: scales ``[Td]`` of the documents, if ``HAS_SCALE``.
+        scores_ptr: scores ``[Nq, Nd]``; written.
+        PREFETCH: rows of the first document that are loaded into L2 at once.
     """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     split = tl.program_id(0)
