@@ -328,9 +328,23 @@ def peak_power(y, e, KIND: tl.constexpr):
 
 @triton.jit
 def next_root(
-    y, f, u, q, low, high, before, converged, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr
+    y,
+    f,
+    u,
+    q,
+    low,
+    high,
+    previous_residual,
+    converged,
+    e,
+    KIND: tl.constexpr,
+    TOLERANCE: tl.constexpr,
 ):
-    """One safeguarded step of the root, after an evaluation at ``y``.
+    """Make a safeguarded step of the root, after an evaluation at ``y``.
+
+    The step is Halley's on ``F^e = 1``: Newton's step divided by ``1 - damping``. The derivation is
+    in ``_shared/entmax_root.py``. A step that leaves the bracket, or that follows one which did not
+    halve the residual, is replaced by a bisection.
 
     Args:
         y: unknown of each row.
@@ -339,7 +353,7 @@ def next_root(
         q: Q at ``y``.
         low: lower bound of the root.
         high: upper bound of the root.
-        before: residual ``|F - 1|`` of the previous evaluation.
+        previous_residual: residual ``|F - 1|`` of the previous evaluation.
         converged: whether the root of each row was reached. ``y`` then does not change.
         e: ``alpha - 1``.
         KIND: kind of alpha.
@@ -353,43 +367,45 @@ def next_root(
     high = tl.where(f >= 1, y, high)
     ratio = f / tl.maximum(u, 1e-30)
     if KIND == "entmax15":
-        s = 1 - tl.rsqrt(tl.maximum(f, 1e-30))
-        damping = 0.5 * s * (q * ratio / tl.maximum(u, 1e-30) - 1)
-        step = y - s * ratio / (1 - tl.where(damping < 0.75, damping, 0.0))
+        scaled_residual = 1 - tl.rsqrt(tl.maximum(f, 1e-30))
+        damping = 0.5 * scaled_residual * (q * ratio / tl.maximum(u, 1e-30) - 1)
+        step = y - scaled_residual * ratio / (1 - tl.where(damping < 0.75, damping, 0.0))
     elif KIND == "sparsemax":
         step = y - (f - 1) / tl.maximum(u, 1e-30)
     elif KIND == "softmax":
         step = y - tl.log(f)
     else:
         log_f = tl.log(tl.maximum(f, 1e-30))
-        w = e * log_f
-        # (1 - exp(-w)) / e and log(1 - v) / e keep their digits as e falls to 0
-        s = tl.where(
-            tl.abs(w) < 0.05,
-            log_f * (1 - w * (0.5 - w / 6)),
-            (1 - tl.exp(-w)) / tl.where(e > 0, e, 1.0),
+        e_log_f = e * log_f
+        # (1 - exp(-e_log_f)) / e and log(1 - e_step) / e are computed by series for small numbers,
+        # which keep their digits as e falls to 0.
+        scaled_residual = tl.where(
+            tl.abs(e_log_f) < 0.05,
+            log_f * (1 - e_log_f * (0.5 - e_log_f / 6)),
+            (1 - tl.exp(-e_log_f)) / tl.where(e > 0, e, 1.0),
         )
-        damping = 0.5 * s * (1 - e) * (q * ratio / tl.maximum(u, 1e-30) - 1)
-        r = (
-            s
+        damping = 0.5 * scaled_residual * (1 - e) * (q * ratio / tl.maximum(u, 1e-30) - 1)
+        relative_step = (
+            scaled_residual
             * ratio
             * tl.exp(-e * y)
             / (1 - tl.where(e <= 0.5, tl.where(damping < 0.75, damping, 0.0), 0.0))
         )
-        v = e * r
+        e_step = e * relative_step
         step = y + tl.where(
-            tl.abs(v) < 0.05,
-            -r * (1 + v * (0.5 + v * (1 / 3 + v * 0.25))),
-            tl.log(tl.maximum(1 - v, 1e-30)) / tl.where(e > 0, e, 1.0),
+            tl.abs(e_step) < 0.05,
+            -relative_step * (1 + e_step * (0.5 + e_step * (1 / 3 + e_step * 0.25))),
+            tl.log(tl.maximum(1 - e_step, 1e-30)) / tl.where(e > 0, e, 1.0),
         )
-    good = (step >= low - 1e-5) & (step <= high + 1e-5) & (residual <= 0.5 * before)
-    new = tl.where(good, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
+    is_in_bracket = (step >= low - 1e-5) & (step <= high + 1e-5)
+    step_is_safe = is_in_bracket & (residual <= 0.5 * previous_residual)
+    new_y = tl.where(step_is_safe, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
     if (KIND == "entmax15") | (KIND == "sparsemax"):
-        still = tl.abs(new - y) <= 1.2e-7 * y
+        has_stopped = tl.abs(new_y - y) <= 1.2e-7 * y
     else:
-        still = tl.abs(new - y) <= 1.2e-7 * tl.maximum(tl.abs(y), 1.0)
-    converged = converged | (residual <= TOLERANCE) | still
-    return tl.where(converged, y, new), low, high, residual, converged
+        has_stopped = tl.abs(new_y - y) <= 1.2e-7 * tl.maximum(tl.abs(y), 1.0)
+    converged = converged | (residual <= TOLERANCE) | has_stopped
+    return tl.where(converged, y, new_y), low, high, residual, converged
 
 
 @triton.jit

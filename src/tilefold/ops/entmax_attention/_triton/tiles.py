@@ -1,8 +1,20 @@
 """Device functions of the attention kernels: tiles, scores, dropout, tables of packed batches.
 
-The host sees neither the lengths of packed sequences nor whether their offsets describe the rows,
-and a dozen small torch operations for queries and keys would take longer than the attention of a
-small batch.
+The CPU knows neither the lengths of packed sequences nor whether their offsets are valid, and a
+dozen small torch operations for queries and keys would take longer than the attention of a small
+batch. So kernels write these tables.
+
+All kernels of the package use these names:
+
+- ``b`` and ``h``: the sequence and the head of a program; ``plane = b * H + h``.
+- ``i`` and ``j``: positions of queries and keys in their sequence, from ``m0`` and ``n0`` on.
+- ``q_base`` and ``k_base``: the first row of the sequence in packed tensors; 0 for padded ones.
+- ``q_len`` and ``k_len``: the lengths of the sequence. ``shift = k_len - q_len`` aligns the last
+  query with the last key.
+- ``sq_b``, ``sq_h``, ``sq_n``: strides of q over sequences, heads and tokens. The strides of k, v,
+  out, dout and the gradients that are written have ``k``, ``v``, ``o``, ``d`` and ``g`` instead.
+- ``e = alpha - 1``, ``peak``: the largest score of a row, ``y``: its root, and ``c``: the power of
+  the largest weight, ``p_max^e``.
 """
 
 import triton
