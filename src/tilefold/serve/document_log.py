@@ -4,7 +4,8 @@ The log of ``INDEX`` is the folder ``INDEX.documents``. Its file ``log.jsonl`` h
 document: ``{"sequence": 7, "put": {"_id", "title", "text", "metadata"}}`` or ``{"sequence": 8,
 "delete": ID}``. A request is acknowledged once its lines are on the disk. The file
 ``applied.json`` has the sequence number up to which the index has all changes. After a crash the
-later lines are applied again, with the same result.
+later lines are applied again, with the same result. While a segment is added, ``published.json``
+says whether the index has it (:mod:`tilefold.retrieval.index.publishing`).
 
 Lines without effect are removed now and then: those that later changes have replaced, and deletions
 of documents that the collection does not have. Another file with the remaining lines takes the
@@ -282,9 +283,23 @@ class _State:
 
     @property
     def removable_bytes(self) -> int:
-        """Largest number of bytes of lines without effect, if no deletion has one."""
+        """Number of bytes of replaced lines and of all deletions, of which some may be needed."""
         deletions = (line for line in self.latest.values() if line.is_deletion)
         return self.replaced_bytes + _n_bytes_of(deletions)
+
+    def needless_deletions(self, base: Container[str] | None) -> dict[str, _Line]:
+        """Return id -> line of the deletions that hide no document of the collection.
+
+        Args:
+            base: ids of the documents of the collection; ``None`` if they are unknown.
+        """
+        if base is None:
+            return {}
+        return {
+            name: line
+            for name, line in self.latest.items()
+            if line.is_deletion and name not in base
+        }
 
     def latest_in(
         self,
@@ -599,15 +614,12 @@ class DocumentLog:
             self.refresh()  # an earlier compaction may have failed after it had replaced the file
             state = self._state
             least_bytes = max(min_replaced_bytes, state.size / 2)
-            needless_deletions: dict[str, _Line] = {}
-            if base is not None and state.removable_bytes >= least_bytes:
-                needless_deletions = {
-                    name: line
-                    for name, line in state.latest.items()
-                    if line.is_deletion and name not in base
-                }
+            # The collection is asked only if the log could become small enough.
+            if state.file is None or state.removable_bytes < least_bytes:
+                return False
+            needless_deletions = state.needless_deletions(base)
             n_removed_bytes = state.replaced_bytes + _n_bytes_of(needless_deletions.values())
-            if state.file is None or n_removed_bytes < least_bytes:
+            if n_removed_bytes < least_bytes:
                 return False
             latest = [line for name, line in state.latest.items() if name not in needless_deletions]
             lines = sorted([*latest, *state.pending.values()])
