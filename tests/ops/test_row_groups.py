@@ -51,12 +51,17 @@ def test_groups_cover_all_rows_in_order(n_rows: int) -> None:
     assert all(group.size in SIZES and group.stop - group.start <= group.size for group in groups)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype, has_bias: bool) -> None:
-    rows = torch.randn(300, 72).to(dtype)
-    weight = torch.randn(40, 72).to(dtype)
-    bias = torch.randn(40).to(dtype) if has_bias else None
+def test_a_row_has_the_same_bits_with_any_other_rows(
+    device: str,
+    dtype: torch.dtype,
+    has_bias: bool,
+) -> None:
+    rows = torch.randn(300, 72).to(device, dtype)
+    weight = torch.randn(40, 72).to(device, dtype)
+    bias = torch.randn(40).to(device, dtype) if has_bias else None
     together = grouped_linear(rows, weight, bias)
     for start in range(0, 290, 37):
         for n_rows in (1, 2, 5, 9):

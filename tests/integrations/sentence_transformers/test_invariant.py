@@ -134,6 +134,33 @@ def test_sparse_vectors_have_the_same_bits_in_every_batch(
     _assert_invariant(lambda texts: encode_sparse(model, texts, batch_tokens=64).to_dense())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "llama"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_sparse_vectors_have_the_same_bits_in_every_batch_of_a_gpu(
+    kind: str,
+    dtype: Any,
+    tokenizer_folder: Path,
+) -> None:
+    model = build_tiny_splade(kind, tokenizer_folder).to("cuda")
+    set_precision(model, dtype)
+    accelerate(model, invariant=True)
+    # With few texts, the first call runs as CUDA graphs, and the second one, a stream, without.
+    _assert_invariant(lambda texts: encode_sparse(model, texts, top_k=20).to_dense(), n_texts=50)
+    _assert_invariant(lambda texts: encode_sparse(model, texts, batch_tokens=64).to_dense())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_dense_vectors_have_the_same_bits_in_every_batch_of_a_gpu(
+    pooling: str,
+    dense_folder: Path,
+) -> None:
+    model = _dense_model(dense_folder, pooling).to("cuda")
+    accelerate(model, invariant=True)
+    _assert_invariant(lambda texts: model.encode(texts, convert_to_tensor=True), n_texts=50)
+
+
 def test_all_ways_to_encode_give_the_same_bits(tokenizer_folder: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     accelerate(model, invariant=True)
