@@ -719,6 +719,32 @@ def time_lines(linked_rows: list[tuple[str, dict[str, str]]]) -> list[str]:
     return lines
 
 
+def test_figures_of_a_page_retriever_on_a_gpu() -> None:
+    text = page_path("recipes.md").read_text(encoding="utf-8")
+    printed = re.search(r"training takes (\d+) s, and nDCG@10 is (\.\d+) with fused scores", text)
+    assert printed
+    stock = re.search(r"It is (\.\d+) with the scores of sentence-transformers, for one seed", text)
+    assert stock
+    rows = matching_rows(H200, "page_retriever", form="small")
+    results = {row["scores"]: float(row["nDCG@10"]) for row in rows}
+    (seconds,) = [row["train_seconds"] for row in rows if row["scores"] == "fused"]
+    assert printed.group(1) == seconds
+    check_figure(printed.group(2), [results["fused"]])
+    check_figure(stock.group(1), [results["stock"]])
+
+
+def test_figures_of_encoded_pages() -> None:
+    text = page_path("performance.md").read_text(encoding="utf-8")
+    printed = re.search(r"ColPali computes ([\d.]+) pages per second", text)
+    assert printed
+    (trunk,) = matching_rows(H200, "pages", work="trunk alone")
+    assert printed.group(1) == trunk["pages_s"]
+    printed = re.search(r"encodes ([\d.]+) pages per second with (\d+) workers", text)
+    assert printed
+    (encoded,) = matching_rows(H200, "pages", work="encode", workers=printed.group(2))
+    assert printed.group(1) == encoded["pages_s"]
+
+
 @pytest.mark.parametrize(
     ("scores", "pattern"),
     [
