@@ -9,7 +9,8 @@ has not seen: nDCG@10 on these pages is the result. A page is relevant if it has
 query.
 
 The form `small` takes minutes on a CPU. The form `full` needs a GPU, and more steps than were
-tried: 2,000 steps on 20,000 pages reach .05 on an H200, and easier forms .34 to .46 after 1,500 steps.
+tried: 2,000 steps on 20,000 pages reach .05 on an H200, and easier forms .34 to .46 after 1,500
+steps.
 
 With `--stock`, the same run is repeated with the scores of sentence-transformers. The first losses
 must be the same. Later losses differ, because training magnifies the rounding of its first steps:
