@@ -105,7 +105,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         else:
             self._n_joined = len(features)
             features = [joined_features]
-        # The stock loss sees one column, whose mini-batches have the rows of all joined columns.
+        # The stock loss gets one column, whose mini-batches have the rows of all joined columns.
         mini_batch_size = self.mini_batch_size
         self.mini_batch_size = mini_batch_size * self._n_joined
         try:

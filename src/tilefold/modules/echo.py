@@ -170,7 +170,7 @@ class EchoTransformer(Transformer):
         return copy_limit
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """Run the ``Transformer``, and let the pooling after it see the second copy only.
+        """Run the ``Transformer``, and let the pooling after it read the second copy only.
 
         A row holds the text twice, and the Transformer attends to both copies. The
         ``attention_mask`` of its output is then replaced by a mask of the second copy. The input is

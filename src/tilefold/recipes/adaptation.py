@@ -168,7 +168,8 @@ def adapt(
 
     Args:
         network: a transformers ``...ForCausalLM``, which may have adapters. Active adapters are
-            trained. A bidirectional model is refused, because it sees the token that it predicts.
+            trained. A bidirectional model is refused, because it attends to the token that it
+            predicts.
         tokenizer: the tokenizer of the network.
         texts: texts of the collection, or of any corpus; they are packed into blocks.
         recipe: settings; ``None`` for the settings of the paper.

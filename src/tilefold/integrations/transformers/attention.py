@@ -493,7 +493,7 @@ class SparsityRecord:
             call: the arguments of the attention.
             stats: the statistics of each query, ``[B, H, Nq]``, or ``[1, H, Tq]`` if queries are
                 packed: ``support`` is the number of its positive weights, ``visible`` the number of
-                keys that it may see.
+                keys that it may attend to.
         """
         query_mask = _query_padding_mask(module, call)
         support = stats.support

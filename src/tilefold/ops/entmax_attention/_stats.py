@@ -26,7 +26,7 @@ class EntmaxStats(NamedTuple):
             nothing to attend to.
         support: int32 number of keys with a positive probability, before dropout.
         residual: fp32 ``|mass - 1|`` of the root, before the mass was divided out.
-        visible: int32 number of keys that the row may see.
+        visible: int32 number of keys that the row may attend to.
         live_blocks: int32 ``[B, H]`` (packed ``[1, H]``), with ``return_stats="blocks"``: blocks of
             64 queries by 64 keys with a positive probability, else ``None``.
         visible_blocks: int32, like ``live_blocks``: blocks with a pair that may attend. Pairs that

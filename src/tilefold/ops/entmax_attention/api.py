@@ -167,18 +167,19 @@ def entmax_attention(
     """Attention whose weights are the alpha-entmax of the scores, with exact zeros.
 
     Of AdaSplash, arXiv 2502.12082: ``out_i = sum_j p_ij v_j`` with
-    ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may see. The scores are
-    never written to memory. The root of every row is found to a residual of 1e-6 of its mass (on a
-    GPU 1e-5 for 16-bit input), for any scores, and the output is divided by the remaining mass.
+    ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may attend to. The scores
+    are never written to memory. The root of every row is found to a residual of 1e-6 of its mass
+    (on a GPU 1e-5 for 16-bit input), for any scores, and the output is divided by the remaining
+    mass.
     Where only live blocks are visited, the skipped ones are proved to be zero. Scores are scaled in
     fp32 (q is never rounded a second time), and backward computes them from the same operands.
     Backward is bitwise deterministic. Only ``impl="reference"`` can be differentiated twice.
 
     Query i has position ``i + Nk - Nq`` among the keys: causal attention and windows are aligned to
     the end, as decoding with a cache needs. A row with nothing to attend to is 0 and passes no
-    gradient. NaN in a query, or in a key that a row may see, makes the row NaN. Keys and values
-    that ``key_padding_mask`` masks never influence a result. Values hidden by causality or a window
-    must be finite: their weight is 0, and 0 times NaN is NaN.
+    gradient. NaN in a query, or in a key that a row may attend to, makes the row NaN. Keys and
+    values that ``key_padding_mask`` masks never influence a result. Values hidden by causality or a
+    window must be finite: their weight is 0, and 0 times NaN is NaN.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]`` with ``cu_seqlens_q``; any strides; fp16,

@@ -328,7 +328,7 @@ def config_of(
 
 
 def key_span(rows: int, options: AttentionOptions) -> int:
-    """Return the largest number of keys that any of ``rows`` consecutive queries can see."""
+    """Return the largest number of keys that ``rows`` consecutive queries can attend to."""
     bound = options.max_seqlen_k
     return bound if not options.has_window else min(bound, rows + 2 * options.window)
 

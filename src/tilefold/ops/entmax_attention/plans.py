@@ -169,7 +169,7 @@ def _add_roots_and_output(
     n_heads = tensors.q.size(1)
     tile_rows = config["rows"]
     n_tiles = row_tiles(tensors.q, tile_rows, tensors)
-    # Blocks of keys that a tile can see. Its first and its last block may be incomplete.
+    # Blocks of keys that a tile can attend to. The first and the last one may be incomplete.
     n_blocks = key_span(tile_rows, options) // config["keys"] + 2
     n_programs = n_tiles * n_heads
     n_words = 0
@@ -444,9 +444,8 @@ def _plan_builder(
         "window": options.window,
         "scale": scale,
         "alpha_value": options.alpha_value,
-        "threshold": dropout_threshold(
-            options.dropout_p
-        ),  # a random number below it drops a weight
+        # A random number below the threshold drops a weight.
+        "threshold": dropout_threshold(options.dropout_p),
         "keep_scale": 1 / (1 - options.dropout_p),
         "stat_size": math.prod(tensors.stats_shape),  # of one statistic of all rows
     }

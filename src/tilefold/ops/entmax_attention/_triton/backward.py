@@ -203,11 +203,11 @@ def dq_kernel(
     NEED_ALPHA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradients of a tile of queries, and the number of each row that dk needs.
+    """Compute the gradients of a tile of queries, and their delta, which :func:`dkv_kernel` reads.
 
     Grid: ``[query tiles, H]``. With ``LISTS`` it visits the live blocks of ``BLOCK_N`` keys,
-    otherwise all blocks that the queries see. Writes ``dq`` with ``NEED_Q``, ``delta``
-    ``[B, H, Nq]``, and with ``NEED_ALPHA`` each row's term of dalpha.
+    otherwise all blocks with a key that the queries may attend to. Writes ``dq`` with ``NEED_Q``,
+    ``delta``, and with ``NEED_ALPHA`` the ``terms`` of dalpha, one for each query.
     """
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(

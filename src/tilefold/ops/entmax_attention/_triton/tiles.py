@@ -12,9 +12,25 @@ All kernels of the package use these names:
 - ``q_len`` and ``k_len``: the lengths of the sequence. ``shift = k_len - q_len`` aligns the last
   query with the last key.
 - ``sq_b``, ``sq_h``, ``sq_n``: strides of q over sequences, heads and tokens. The strides of k, v,
-  out, dout and the gradients that are written have ``k``, ``v``, ``o``, ``d`` and ``g`` instead.
+  out, dout and the gradients that are written have ``k``, ``v``, ``o``, ``d`` and ``g`` instead,
+  those of dv ``w``.
 - ``e = alpha - 1``, ``peak``: the largest score of a row, ``y``: its root, and ``c``: the power of
   the largest weight, ``p_max^e``.
+- ``p`` and ``u = p^(2 - alpha)``: the weights of a row, and their slopes; both are 0 outside the
+  support.
+- ``out2_ptr``: the output with the weights ``u`` in place of ``p``. ``delta_ptr``: the number
+  ``dout . out2`` of each query, ``[B, H, Nq]``, or ``[H, Tq]`` if packed.
+- ``stats_ptr``: four numbers of each query, one of them for all queries after the other
+  (``stat_size`` apart): peak, root, mass and support.
+- ``tiles``: tiles of ``BLOCK_M`` queries in the whole batch; ``tiles_per``: those of a padded
+  sequence. ``blocks``: the most blocks of ``BLOCK_N`` keys that a tile of queries visits.
+- ``live_ptr``: the map of live blocks, bits ``[H, tiles, words]``. ``key_list_ptr``: the live
+  blocks of each tile of queries, ``[H, tiles, blocks]``, and ``key_count_ptr``: their number.
+- ``q_batch_ptr`` and ``q_start_ptr``, and those of keys: the tables of :func:`write_table`.
+- ``threshold`` and ``keep_scale``: of dropout, see :func:`dropout_factor`.
+- ``GROUP``: query heads that share a key head. ``EXACT``: the scale is a positive power of two.
+  ``KIND``: the formula of the weights, see ``_shared/_triton/entmax.py``. ``LISTS``: live blocks
+  are listed.
 """
 
 import triton
@@ -90,7 +106,7 @@ def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
 
 @triton.jit
 def key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys ``[low, high)`` that the queries ``[first, last)`` may see."""
+    """Return the keys ``[low, high)`` that some query in ``[first, last)`` may attend to."""
     low = k_len * 0
     high = k_len
     if CAUSAL:
@@ -103,7 +119,7 @@ def key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: t
 
 @triton.jit
 def query_range(first, last, shift, q_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Queries ``[low, high)`` that may see one of the keys ``[first, last)``."""
+    """Return the queries ``[low, high)`` that may attend to a key in ``[first, last)``."""
     low = q_len * 0
     high = q_len
     if CAUSAL:
@@ -152,7 +168,7 @@ def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def allowed(i, j, shift, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether query i may see key j; both broadcast."""
+    """Return whether query i may attend to key j; both are broadcast."""
     distance = j - (i + shift)
     pairs = distance == distance
     if CAUSAL:
@@ -201,7 +217,7 @@ def hide(
     HAS_MASK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Set the products of pairs that do not meet to minus infinity.
+    """Set products to minus infinity where query i may not attend to key j.
 
     ``i``, ``j`` and ``keep`` are broadcast to the products.
 
