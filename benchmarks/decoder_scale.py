@@ -37,8 +37,13 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.train_data import MAX_LENGTH, load_tokenizer
-from benchmarks.train_scale import SEEDS, compare_curves, losses_of, make_collection
-from tilefold.bench.results import collect, read_csv, write_csv
+from benchmarks.train_scale import (
+    SEEDS,
+    compare_rates_and_curves,
+    make_collection,
+    rows_of_one_device,
+)
+from tilefold.bench.results import collect, write_csv
 from tilefold.distributed.ranks import first_rank_first, is_rank, join_ranks, run_ranks
 
 FILE = "decoder_scale.csv"
@@ -445,26 +450,10 @@ def compare_with_one(
         Cells with the ratio of rates, and for a curve its difference and the gate. Nothing if
         there are no rows of one device.
     """
-    if options.one is None or "pairs_per_s" not in row or not (options.one / FILE).is_file():
+    one_rows = rows_of_one_device(options.one, FILE)
+    if "pairs_per_s" not in row or name not in one_rows:
         return {}
-    one_rows = {
-        one_row["run"]: one_row
-        for one_row in read_csv(options.one / FILE)
-        if one_row["devices"] == "1" and one_row["gate"] == "ok"
-    }
-    if name not in one_rows:
-        return {}
-    one_row = one_rows[name]
-    cells: dict[str, Any] = {"x_one": row["pairs_per_s"] / float(one_row["pairs_per_s"])}
-    if RUNS[name].seed is not None:
-        curve_name = name.rpartition("-")[0]
-        seed_curves = [
-            losses_of(seed_row)
-            for run, seed_row in one_rows.items()
-            if run.startswith(f"{curve_name}-")
-        ]
-        cells.update(compare_curves(losses_of(row), losses_of(one_row), seed_curves))
-    return cells
+    return compare_rates_and_curves(name, row, one_rows)
 
 
 def save(row: Mapping[str, Any], options: argparse.Namespace) -> None:

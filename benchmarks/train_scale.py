@@ -601,20 +601,44 @@ def compare_with_one(
         Cells with the ratio of rates, and for a curve its difference and the gate. Nothing if
         there are no rows of one device.
     """
-    if options.one is None or "pairs_per_s" not in row or not (options.one / FILE).is_file():
-        return {}
-    one_rows = {
-        one_row["run"]: one_row
-        for one_row in read_csv(options.one / FILE)
-        if one_row["gate"] == "ok"
-    }
-    if name not in one_rows:
+    one_rows = rows_of_one_device(options.one, FILE)
+    if "pairs_per_s" not in row or name not in one_rows:
         return {}
     one_row = one_rows[name]
-    cells: dict[str, Any] = {"x_one": row["pairs_per_s"] / float(one_row["pairs_per_s"])}
+    cells = compare_rates_and_curves(name, row, one_rows)
     if row.get("median_ms") and one_row.get("median_ms"):
         one_pairs_per_ms = float(one_row["batch"]) / float(one_row["median_ms"])
         cells["x_one_by_medians"] = row["batch"] / row["median_ms"] / one_pairs_per_ms
+    return cells
+
+
+def rows_of_one_device(folder: Path | None, file: str) -> dict[str, Mapping[str, str]]:
+    """Return name -> row of the runs on one device that passed their gate.
+
+    Args:
+        folder: the folder of the results of one device; None if there are none.
+        file: the name of the CSV file.
+    """
+    if folder is None or not (folder / file).is_file():
+        return {}
+    rows = read_csv(folder / file)
+    return {row["run"]: row for row in rows if row["devices"] == "1" and row["gate"] == "ok"}
+
+
+def compare_rates_and_curves(
+    name: str,
+    row: Mapping[str, Any],
+    one_rows: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """Compare the rate of a run, and its curve if it is one of several seeds, with one device.
+
+    Args:
+        name: the name of the run, such as ``"curve-0"`` for a curve of the seed 0.
+        row: its row.
+        one_rows: name -> row of one device, with `name`.
+    """
+    one_row = one_rows[name]
+    cells: dict[str, Any] = {"x_one": row["pairs_per_s"] / float(one_row["pairs_per_s"])}
     curve, _, seed = name.rpartition("-")
     if curve.endswith("curve") and seed.isdigit():
         seed_curves = [
