@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
+from tests.kernels import triton_interpreted
 from tests.refusals import refused
 from tilefold.ops._shared import row_groups
+from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.ordered_product import can_order_products, ordered_product
 from tilefold.ops._shared.row_groups import (
     LinearLayers,
     RowGroup,
@@ -114,7 +117,7 @@ def test_groups_of_a_gpu_with_few_rows_have_small_sizes() -> None:
     sizes = row_groups._GPU_SIZES
     free_padding = row_groups._GPU_FREE_PADDING
     for n_rows, expected in (
-        (1, [32]),
+        (1, [16]),
         (100, [128]),
         (129, [256]),
         (300, [512]),
@@ -144,12 +147,12 @@ def test_few_rows_are_padded_to_the_number_that_takes_the_least_time(
     monkeypatch.setattr(row_groups, "_fastest_row_count", uncached)
     narrow = LinearLayers(torch.randn(8, 16), has_bias=False, n_layers=1)
     wide = LinearLayers(torch.randn(24, 16), has_bias=True, n_layers=1)
-    assert [padded_row_count([narrow], n_rows) for n_rows in (1, 33, 129)] == [32, 64, 256]
+    assert [padded_row_count([narrow], n_rows) for n_rows in (1, 33, 129)] == [16, 64, 256]
     # The wide layer cannot multiply fewer than 128 rows, and padding them takes more time than the
     # narrow one saves.
     assert padded_row_count([narrow, wide], 1) == 128
     monkeypatch.setattr(row_groups, "_FP32_PADDING_TIME", 100)
-    assert padded_row_count([narrow, wide], 1) == 32
+    assert padded_row_count([narrow, wide], 1) == 16
 
 
 def test_sizes_with_other_bits_are_not_used(
@@ -184,6 +187,96 @@ def test_sizes_whose_rows_depend_on_their_position_are_not_used(
     _without_probes(monkeypatch, differs_in_later_rows)
     sizes = usable_sizes(torch.randn(8, 16), has_bias=False)
     assert sizes[-1] == 512
+
+
+def _order_products(monkeypatch: pytest.MonkeyPatch, ordered_product: object) -> None:
+    """Let fewer than 512 rows of a library have other bits, and replace the ordered product."""
+    multiply = row_groups._multiply
+
+    def differs_below_512(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products = multiply(rows, weight, bias)
+        return products * (1 + 2**-20) if rows.size(0) < 512 else products
+
+    _without_probes(monkeypatch, differs_below_512)
+    monkeypatch.setattr(row_groups, "can_order_products", lambda dtype, device, n_inputs: True)
+    monkeypatch.setattr(row_groups, "ordered_product", ordered_product)
+
+
+def test_few_rows_are_multiplied_in_the_order_of_large_products(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    multiply = row_groups._multiply
+    numbers_of_rows = []
+
+    def large_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        numbers_of_rows.append(rows.size(0))
+        return multiply(row_groups._padded(rows, 512), weight, bias)[: rows.size(0)]
+
+    _order_products(monkeypatch, large_product)
+    rows, weight, bias = torch.randn(600, 64), torch.randn(8, 64), torch.randn(8)
+    together = grouped_linear(rows, weight, bias)
+    numbers_of_rows.clear()
+    assert torch.equal(grouped_linear(rows[3:9], weight, bias), together[3:9])
+    assert numbers_of_rows[-1] == 6
+    numbers_of_rows.clear()
+    assert torch.equal(grouped_linear(rows[:200], weight, bias), together[:200])
+    assert numbers_of_rows == []  # padding 200 rows to 512 takes less time
+
+
+@pytest.mark.parametrize("is_available", [True, False], ids=["other bits", "not available"])
+def test_an_ordered_product_that_does_not_give_the_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+    is_available: bool,
+) -> None:
+    def other_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_available:
+            raise KernelUnavailableError("ordered_product_kernel", "no such instruction")
+        return linear(rows, weight, bias) * (1 + 2**-20)
+
+    _order_products(monkeypatch, other_product)
+    rows, weight = torch.randn(600, 64), torch.randn(8, 64)
+    assert torch.equal(grouped_linear(rows[:6], weight), grouped_linear(rows, weight)[:6])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "n_inputs"),
+    [
+        pytest.param(torch.float32, "cpu", 64, id="on a CPU"),
+        pytest.param(torch.bfloat16, "cuda", 64, id="in 16 bits"),
+        pytest.param(torch.float32, "cuda", 96, id="inputs that are no multiple of 64"),
+    ],
+)
+def test_ordered_products_are_refused(dtype: torch.dtype, device: str, n_inputs: int) -> None:
+    assert not can_order_products(dtype, torch.device(device), n_inputs)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(not triton_interpreted(), reason="needs the interpreter"),
+        ),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 32, 64), (14, 96, 128), (37, 70, 320)], ids=str)
+def test_ordered_products_equal_those_of_torch(
+    shape: tuple[int, int, int],
+    has_bias: bool,
+    device: str,
+) -> None:
+    n_rows, n_outputs, n_inputs = shape
+    rows = torch.randn(n_rows, n_inputs, device=device)
+    weight = torch.randn(n_outputs, n_inputs, device=device)
+    bias = torch.randn(n_outputs, device=device) if has_bias else None
+    outputs = ordered_product(rows, weight, bias)
+    assert torch.equal(ordered_product(rows[-1:].clone(), weight, bias)[0], outputs[-1])
+    exact = linear(rows.double(), weight.double(), None if bias is None else bias.double())
+    assert (outputs.double() - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
 @pytest.fixture

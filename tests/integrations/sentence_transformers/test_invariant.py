@@ -284,7 +284,7 @@ def test_a_filler_text_changes_no_vector(
 
     monkeypatch.setattr(packing.PackedForward, "_run_packed", count_tokens)
     assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
-    assert numbers_of_tokens == [32]
+    assert numbers_of_tokens == [16]
 
 
 def test_few_tokens_of_a_gpu_are_padded_to_a_number_that_all_small_layers_multiply_alike(
@@ -295,7 +295,7 @@ def test_few_tokens_of_a_gpu_are_padded_to_a_number_that_all_small_layers_multip
     accelerate(model, invariant=True)
     (forward,) = packing.packed_forwards(model)
     assert [forward.padded_token_count(count) for count in (1, 32, 33, 100, 300)] == [
-        32,
+        16,
         32,
         64,
         128,

@@ -3,7 +3,9 @@
 A library chooses the kernel of a matrix product by the number of rows, and kernels add in different
 orders. Here, rows are multiplied in groups of a few sizes, and a group that is too small is padded.
 Before a size is used with weights of a shape for the first time, it multiplies the same random rows
-as the largest size, at other positions. A size that gives other bits is never used.
+as the largest size, at other positions. A size that gives other bits is never used. In fp32, the
+libraries of GPUs often give few rows other bits. A kernel that adds in the order of large products
+then multiplies them (:mod:`tilefold.ops._shared.ordered_product`), if it gives their bits.
 
 Sums along the columns of a row, as in RMSNorm, depend on the number of rows only if there are few
 of them. So few rows are padded to a least number, which is compared in the same way.
@@ -25,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tilefold.ops._shared.autocast import autocast_dtype
+from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.internals import (
     can_use_onednn_linear,
     cpu_matmul_precision,
@@ -32,6 +36,7 @@ from tilefold.ops._shared.internals import (
     matmul_precision,
     onednn_linear,
 )
+from tilefold.ops._shared.ordered_product import can_order_products, ordered_product
 
 __all__ = [
     "LEAST_GPU_ROWS",
@@ -74,7 +79,7 @@ _CPU_SIZES = _candidate_sizes(smallest=2, largest=4096, steps=8)
 # A GPU multiplies this number of rows by a small weight in 16 bits about as fast as one row.
 LEAST_GPU_ROWS = 256
 # In fp32 and with large weights, fewer rows take less time, but their kernels may give other bits.
-_FEW_GPU_ROWS = (32, 64, 128)
+_FEW_GPU_ROWS = (16, 32, 64, 128)
 _GPU_SIZES = _FEW_GPU_ROWS + _candidate_sizes(smallest=LEAST_GPU_ROWS, largest=32768, steps=4)
 # A group may be padded by this share of its rows, and always by less than the smallest size. More
 # rows are multiplied in two groups.
@@ -95,6 +100,9 @@ _PROBE_SHIFT = 3
 # fp32, and in 16 bits, where few rows of small weights take hardly less time than more.
 _FP32_PADDING_TIME = 1 << 27
 _HALF_PADDING_TIME = 1 << 31
+# A product that adds in the order of K takes about this many times as long as that of a library for
+# the same rows. It is used if padding for the library would multiply the rows by a larger number.
+_ORDERED_SLOWDOWN = 4
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
 _ALIGNMENT = 64
 
@@ -108,11 +116,14 @@ class RowGroup(NamedTuple):
         start: the first row.
         stop: the row after the last one.
         size: the number of rows of the product: ``stop - start``, and zeros as padding.
+        is_ordered: whether a kernel that adds in the order of K multiplies them, in place of a
+            library.
     """
 
     start: int
     stop: int
     size: int
+    is_ordered: bool = False
 
 
 class LinearLayers(NamedTuple):
@@ -199,8 +210,9 @@ def group_rows(n_rows: int, sizes: Sequence[int], free_padding: int = 0) -> list
         free_padding: number of padding rows that take less time than one more group.
 
     Examples:
-        >>> group_rows(47, sizes=(8, 16, 32, 64))
-        [RowGroup(start=0, stop=32, size=32), RowGroup(start=32, stop=47, size=16)]
+        >>> groups = group_rows(47, sizes=(8, 16, 32, 64))
+        >>> [(group.start, group.stop, group.size) for group in groups]
+        [(0, 32, 32), (32, 47, 16)]
     """
     groups = []
     start = 0
@@ -241,7 +253,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         >>> bool((grouped_linear(rows, weight)[7] == grouped_linear(rows[7:8], weight)[0]).all())
         True
     """
-    dtype = _autocast_dtype(rows)
+    dtype = autocast_dtype(rows)
     if dtype is not None:
         # Autocast leaves operands of its own dtype as they are.
         rows = rows.to(dtype)
@@ -250,18 +262,6 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     n_outputs, n_inputs = weight.shape
     outputs = grouped_product(rows.reshape(-1, n_inputs), weight, bias)
     return outputs.view(*rows.shape[:-1], n_outputs)
-
-
-def _autocast_dtype(operand: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast converts an operand of a product, or None without it.
-
-    Args:
-        operand: the rows or the weight.
-    """
-    device_type = operand.device.type
-    if torch.is_autocast_enabled(device_type) and operand.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return None
 
 
 def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -283,6 +283,8 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     groups = _usable_groups(n_rows, _kind_of(weight, bias is not None))
     if len(groups) == 1:  # no copy of the result
         size = groups[0].size
+        if groups[0].is_ordered:
+            return ordered_product(_padded(rows, size), weight, bias)
         product = _multiply(_padded(rows, size), weight, bias)
         return product if size == n_rows else product[:n_rows]
     outputs = rows.new_empty(n_rows, weight.size(0))
@@ -474,7 +476,7 @@ def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
     numbers_of_layers = []
     for layer in layers:
         kind = _kind_of(layer.weight, layer.has_bias)
-        dtype = _autocast_dtype(layer.weight) or layer.weight.dtype
+        dtype = autocast_dtype(layer.weight) or layer.weight.dtype
         numbers_of_layers.append((kind._replace(dtype=dtype), layer.n_layers))
     return _fastest_row_count(tuple(numbers_of_layers), n_rows)
 
@@ -523,6 +525,8 @@ def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
     """Divide rows into groups whose sizes give equal bits, see :class:`_Probe`.
 
     A size is tested when it is needed for the first time. If it fails, rows are divided again.
+    Rows that a library would multiply only with much padding are one group without padding, if a
+    kernel gives the same bits.
 
     Args:
         n_rows: the number of rows.
@@ -534,7 +538,11 @@ def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
         groups = group_rows(n_rows, probe.sizes, free_padding)
         # `is_usable` removes a size that fails from `probe.sizes`, so that this loop ends.
         if all(probe.is_usable(group.size) for group in groups):
-            return groups
+            break
+    n_multiplied = sum(group.size for group in groups)
+    if 0 < n_rows * _ORDERED_SLOWDOWN <= n_multiplied and probe.is_order_usable:
+        return [RowGroup(0, n_rows, n_rows, is_ordered=True)]
+    return groups
 
 
 @functools.cache
@@ -610,24 +618,61 @@ class _Probe:
         Args:
             size: the number of rows, which are padded if it is not usable.
         """
-        larger_sizes = (other for other in _FEW_GPU_ROWS if other >= size)
-        usable_size = next(filter(self.is_usable, larger_sizes), LEAST_GPU_ROWS)
-        multiply_adds = usable_size * self._kind.n_outputs * self._kind.n_inputs
+        larger_sizes = (other for other in self.sizes if other >= size)
+        usable_size = next(filter(self.is_usable, larger_sizes))
+        row_time = self._kind.n_outputs * self._kind.n_inputs
+        if size * _ORDERED_SLOWDOWN <= usable_size and self.is_order_usable:
+            return size * _ORDERED_SLOWDOWN * row_time
+        multiply_adds = usable_size * row_time
         if usable_size == size:
             return multiply_adds
         is_fp32 = self._kind.dtype.itemsize >= torch.float32.itemsize
         return multiply_adds + (_FP32_PADDING_TIME if is_fp32 else _HALF_PADDING_TIME)
 
+    @functools.cached_property
+    def is_order_usable(self) -> bool:
+        """Whether a kernel that adds in the order of K gives the bits of the reference."""
+        kind = self._kind
+        if self._expected is None or not can_order_products(kind.dtype, kind.device, kind.n_inputs):
+            return False
+        rows, weight, bias = self._operands(_PROBE_ROWS, shift=0)
+        try:
+            product = ordered_product(rows, weight, bias)
+        except KernelUnavailableError:
+            return False  # padding gives the same bits, in more time
+        return torch.equal(product, self._expected)
+
     def _products(self, size: int, shift: int) -> list[Tensor]:
         """Return the product of repeated random rows, ``[size, N]``, for each way to compute it.
 
-        On a GPU, a product is also written to memory that exists, as for one of several groups. The
-        random numbers are drawn again each time, because storing a weight of every shape would
+        On a GPU, a product is also written to memory that exists, as for one of several groups.
+
+        Args:
+            size: the number of rows.
+            shift: index of the random row that comes first.
+
+        Raises:
+            RuntimeError: if a CUDA graph is being captured.
+        """
+        rows, weight, bias = self._operands(size, shift)
+        products = [_multiply(rows, weight, bias)]
+        if self._kind.device.type != "cpu":
+            out = torch.empty_like(products[0])
+            products.append(_multiply(rows, weight, bias, out=out))
+        return products
+
+    def _operands(self, size: int, shift: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return repeated random rows, and a random weight and bias.
+
+        The random numbers are drawn again each time, because storing a weight of every shape would
         take as much memory as the model.
 
         Args:
             size: the number of rows.
             shift: index of the random row that comes first.
+
+        Returns:
+            The rows ``[size, K]``, the weight ``[N, K]`` and the bias ``[N]`` or None.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured.
@@ -646,11 +691,7 @@ class _Probe:
         weight = random(kind.n_outputs, kind.n_inputs)
         bias = random(kind.n_outputs) if kind.has_bias else None
         rows = random(_PROBE_ROWS, kind.n_inputs)[_probe_row_indices(size, shift, kind.device)]
-        products = [_multiply(rows, weight, bias)]
-        if kind.device.type != "cpu":
-            out = torch.empty_like(products[0])
-            products.append(_multiply(rows, weight, bias, out=out))
-        return products
+        return rows, weight, bias
 
 
 def _probe_row_indices(size: int, shift: int, device: torch.device) -> Tensor:

@@ -307,7 +307,7 @@ def test_graphs_of_an_invariant_model_have_the_number_of_tokens_that_suits_its_d
     monkeypatch.setattr(row_groups, "_fastest_row_count", uncached)
     monkeypatch.setattr(row_groups._Probe, "time_of_few_rows", prefer_few_rows_in_bf16)
     model = with_graphs(build_dense(tokenizer_folder), invariant=True)
-    for dtype, n_tokens in (("bf16", 32), ("fp32", 256)):
+    for dtype, n_tokens in (("bf16", 16), ("fp32", 256)):
         set_precision(model, dtype)
         model.encode(TEXT)
         assert GraphSize(texts=1, tokens=n_tokens) in graph_sizes(model)
