@@ -113,6 +113,25 @@ def test_padding_that_is_free_avoids_a_second_group() -> None:
     assert group_rows(17, SIZES, free_padding=7) == [RowGroup(0, 16, 16), RowGroup(16, 17, 4)]
 
 
+@pytest.mark.parametrize(
+    ("n_rows", "sizes", "expected"),
+    [
+        pytest.param(32, (4, 8, 16, 24, 32), [32], id="a size"),
+        pytest.param(31, (4, 8, 16, 24, 32), [24, 8], id="as many rows in two groups"),
+        pytest.param(15, (4, 8, 16, 24, 32), [16], id="few rows are padded"),
+        pytest.param(31, (16, 24, 32), [32], id="two groups would have more rows"),
+    ],
+)
+def test_large_groups_are_divided_in_place_of_padding(
+    n_rows: int,
+    sizes: tuple[int, ...],
+    expected: list[int],
+) -> None:
+    groups = group_rows(n_rows, sizes, free_padding=7, largest_padded=16)
+    assert [group.size for group in groups] == expected
+    assert groups[-1].stop == n_rows
+
+
 def test_groups_of_a_gpu_with_few_rows_have_small_sizes() -> None:
     sizes = row_groups._GPU_SIZES
     free_padding = row_groups._GPU_FREE_PADDING

@@ -100,6 +100,8 @@ _PROBE_SHIFT = 3
 # fp32, and in 16 bits, where few rows of small weights take hardly less time than more.
 _FP32_PADDING_TIME = 1 << 27
 _HALF_PADDING_TIME = 1 << 31
+# To copy more rows, for padding, takes a GPU longer than one more group.
+_GPU_LARGEST_PADDED = 8192
 # A product that adds in the order of K takes about this many times as long as that of a library for
 # the same rows. It is used if padding for the library would multiply the rows by a larger number.
 _ORDERED_SLOWDOWN = 4
@@ -197,17 +199,25 @@ def groups_rows() -> bool:
     return _groups_rows.get()
 
 
-def group_rows(n_rows: int, sizes: Sequence[int], free_padding: int = 0) -> list[RowGroup]:
+def group_rows(
+    n_rows: int,
+    sizes: Sequence[int],
+    free_padding: int = 0,
+    largest_padded: int | None = None,
+) -> list[RowGroup]:
     """Divide rows into groups whose products have one of a few sizes.
 
     A group is as large as possible. The rest is one padded group, unless the padding would be more
     than an eighth of its rows, more than the free padding, and not less than the smallest size;
-    then it is divided again.
+    then it is divided again. A large rest is also divided if no more rows are multiplied then,
+    because padding copies all rows of a group.
 
     Args:
         n_rows: the number of rows.
         sizes: the sizes, ascending.
         free_padding: number of padding rows that take less time than one more group.
+        largest_padded: the largest size to which rows are padded if they can be divided as well; by
+            default any size.
 
     Examples:
         >>> groups = group_rows(47, sizes=(8, 16, 32, 64))
@@ -222,8 +232,13 @@ def group_rows(n_rows: int, sizes: Sequence[int], free_padding: int = 0) -> list
         position = bisect.bisect_left(sizes, remaining)
         size = sizes[min(position, len(sizes) - 1)]
         max_padding = max(free_padding, sizes[0] - 1, remaining * _MAX_PADDING_SHARE)
-        if position > 0 and size - remaining > max_padding:
-            size = sizes[position - 1]
+        if position > 0 and size > remaining:
+            smaller_size = sizes[position - 1]
+            rest_size = sizes[bisect.bisect_left(sizes, remaining - smaller_size)]
+            copies_many_rows = largest_padded is not None and size > largest_padded
+            can_be_divided = copies_many_rows and smaller_size + rest_size <= size
+            if can_be_divided or size - remaining > max_padding:
+                size = smaller_size
         stop = min(start + size, n_rows)
         groups.append(RowGroup(start, stop, size))
         start = stop
@@ -533,9 +548,11 @@ def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
         kind: the kind of the products.
     """
     probe = _probe_of(kind)
-    free_padding = 0 if kind.device.type == "cpu" else _GPU_FREE_PADDING
+    is_on_cpu = kind.device.type == "cpu"
+    free_padding = 0 if is_on_cpu else _GPU_FREE_PADDING
+    largest_padded = None if is_on_cpu else _GPU_LARGEST_PADDED
     while True:
-        groups = group_rows(n_rows, probe.sizes, free_padding)
+        groups = group_rows(n_rows, probe.sizes, free_padding, largest_padded)
         # `is_usable` removes a size that fails from `probe.sizes`, so that this loop ends.
         if all(probe.is_usable(group.size) for group in groups):
             break
