@@ -126,6 +126,29 @@ def test_values_are_checked_at_every_call_where_the_host_may_look(target: Target
 
 
 @no_interpreter
+def test_fp64_beside_another_dtype_is_refused_under_autocast_too(target: Target) -> None:
+    # Autocast does not cast fp64, and kernels read all operands in the dtype of the first one.
+    single = torch.randn(1, 1, 4, 16, device=target.device)
+    double = single.double()
+    with torch.autocast(torch.device(target.device).type, dtype=torch.bfloat16):
+        for q, k, v in ((single, double, double), (double, single, single)):
+            refused(
+                TypeError,
+                "k and v must have the dtype of q",
+                entmax_attention,
+                q,
+                k,
+                v,
+                impl=target.impl,
+            )
+
+
+def test_several_dtypes_are_refused_on_the_meta_device() -> None:
+    q = torch.empty(1, 1, 4, 16, device="meta")
+    k = q.bfloat16()
+    refused(TypeError, "k and v must have the dtype of q", entmax_attention, q, k, k)
+
+
 def test_autocast_after_a_call_without_it_and_before_one(target: Target) -> None:
     inputs = problem(target)
     kind = torch.device(target.device).type

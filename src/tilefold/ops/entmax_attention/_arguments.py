@@ -144,7 +144,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         )
     if q.size(-1) == 0:
         raise ValueError(f"D must be at least 1, got q of shape {list(q.shape)}.")
-    if not (q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)):
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q, k, v) is None:
         raise TypeError(
             f"k and v must have the dtype of q ({dtype_name(q.dtype)}), got {dtype_name(k.dtype)} "
             f"and {dtype_name(v.dtype)}; cast them, or run under torch.autocast.",
