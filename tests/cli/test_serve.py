@@ -28,6 +28,7 @@ from tests.test_imports import HIDE, run_python
 from tilefold.cli import serve as serve_command
 from tilefold.cli._common import CommandError
 from tilefold.cli.serve import ServeRequest, _load_service
+from tilefold.integrations import sentence_transformers as sentence_transformers_integration
 from tilefold.recipes.backbone import minilm_path
 from tilefold.retrieval import DenseIndex, encode_dense_collection, open_dense
 from tilefold.retrieval.data.collection import Collection, Document
@@ -141,6 +142,46 @@ def test_the_index_is_searched_in_the_threads_of_searches_before_the_server_is_r
     monkeypatch.setattr(Searcher, "rank", fail)
     with pytest.raises(CommandError, match=r"--index: .* cannot be searched \(out of memory\)"):
         _load_service(request, Limits(), stages.append)
+
+
+def test_an_index_that_only_one_thread_can_search_at_a_time_is_served(
+    shared: Path,
+    masked_lm: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for module in (searchable, serve_service):
+        monkeypatch.setattr(module, "gpus_of", lambda index: ["cuda:0"])
+    rank = Searcher.rank
+    n_calls = 0
+
+    def fail_once_while_searching_together(searcher: Searcher, *arguments: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 6:  # the first of the searches at the same time
+            raise RuntimeError("out of memory")
+        return rank(searcher, *arguments)
+
+    monkeypatch.setattr(Searcher, "rank", fail_once_while_searching_together)
+    request = ServeRequest(model=masked_lm, index=shared / "index")
+    with caplog.at_level("WARNING", "tilefold.serve"):
+        service = _load_service(request, Limits(), lambda stage: None)
+    assert service.searchable is not None
+    assert "1 of 4 at the same time failed" in caplog.text
+    assert "(RuntimeError: out of memory)" in caplog.text
+
+
+def test_a_model_that_fails_in_the_self_check_is_served_without_acceleration(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(model: Any) -> None:
+        raise RuntimeError("model must be able to score four short sequences")
+
+    monkeypatch.setattr(sentence_transformers_integration, "accelerate", fail)
+    service = _load_service(ServeRequest(model="minilm"), Limits(), print)
+    assert service.models["dense"].acceleration is None
+    assert "plain model: model must be able to score" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("with_index", [False, True], ids=["model", "index"])

@@ -150,3 +150,44 @@ def test_queries_of_usual_lengths_are_encoded_before_the_service_is_ready(
     limits = Limits(max_batch_tokens=max_batch_tokens)
     Service([Served(stock, "dense", "mean")], limits).warm_up()
     assert encoded == [(1, 1), *expected]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_fails_for_long_texts_is_served(
+    device: str,
+    stock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail_for_long_texts(served: Served, key: BatchKey, texts: list[str]) -> list[Any]:
+        if len(texts[0].split()) > 32:
+            raise IndexError("index out of range")
+        return texts
+
+    monkeypatch.setattr(Served, "encode", fail_for_long_texts)
+    monkeypatch.setattr(Served, "device", device)
+    with caplog.at_level("WARNING", "tilefold.serve"):
+        Service([Served(stock, "dense", "mean")]).warm_up()
+    sides = ["query"] if device == "cpu" else ["query", "document"]
+    assert [message.split(" texts")[0] for message in caplog.messages] == [
+        f"mean: the first {side}" for side in sides
+    ]
+    assert "(IndexError: index out of range)" in caplog.text
+
+
+def test_a_model_that_encodes_no_word_after_a_failure_is_not_served(
+    stock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_calls = 0
+
+    def fail_from_second_call_on(served: Served, key: BatchKey, texts: list[str]) -> list[Any]:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > 1:
+            raise RuntimeError("device-side assert")
+        return texts
+
+    monkeypatch.setattr(Served, "encode", fail_from_second_call_on)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        Service([Served(stock, "dense", "mean")]).warm_up()

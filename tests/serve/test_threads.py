@@ -54,6 +54,46 @@ def test_a_cancelled_call_that_waits_for_a_thread_does_not_run(pool: DaemonPool)
     assert names == ["run"]
 
 
+def test_cancelled_calls_do_not_add_up_while_all_threads_are_busy(pool: DaemonPool) -> None:
+    released = threading.Event()
+    blocked = [pool.submit(released.wait, 5) for _ in range(2)]
+    index = Index()
+    reference = weakref.ref(index)
+    result = pool.submit(index.search, False)
+    gc.disable()
+    try:
+        assert result.cancel()
+        del index
+        assert reference() is None
+    finally:
+        gc.enable()
+        released.set()
+    assert all(call.result(5) for call in blocked)
+    assert pool.submit(divmod, 7, 2).result(5) == (3, 1)
+
+
+def test_calls_wait_for_the_threads_that_there_are_if_the_system_allows_no_more(
+    pool: DaemonPool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.submit(divmod, 7, 2)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    released = threading.Event()
+    blocked = pool.submit(released.wait, 5)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    waiting = pool.submit(divmod, 7, 2)
+    released.set()
+    assert waiting.result(5) == (3, 1)
+    assert blocked.result(5)
+    assert pool.close(ERROR, 5)
+
+
 def test_an_error_is_raised_where_the_result_is_awaited(pool: DaemonPool) -> None:
     with pytest.raises(ZeroDivisionError):
         pool.submit(divmod, 1, 0).result(5)

@@ -401,11 +401,12 @@ def _accelerate(model: Model, kind: str) -> None:
         model: the model, which is accelerated in place.
         kind: the kind of the model, such as ``"sparse"``.
     """
-    from tilefold.integrations.sentence_transformers import accelerate
+    from tilefold.integrations.sentence_transformers import accelerate, restore
 
     try:
         accelerate(model)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # unsupported, or it fails in a self-check
+        restore(model)
         plain_part = "head" if kind == "sparse" else "model"
         note(f"encoding with the plain {plain_part}: {first_line(error)}")
 

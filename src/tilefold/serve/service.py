@@ -70,6 +70,9 @@ _IMAGES_IN_FLIGHT = 4
 # the usual queries, and on a GPU also those of documents.
 _QUERY_BATCHES = ((1, 1), (1, 16), (1, 64), (4, 16), (4, 64))
 _DOCUMENT_BATCHES = ((1, 512), (16, 256), (64, 64))
+_WARM_UP_WORD = "a"  # short text that every model can encode
+# Longest time in which the threads of the first searches wait for each other.
+_WARM_UP_SECONDS = 10.0
 # Searches that have decoded some pages of the collection, which are encoded, at the same time.
 _SEARCHES_WITH_PAGES = 4
 # Smallest limit on concurrent searches.
@@ -380,6 +383,9 @@ class Service:
         There are one and a few texts of the lengths of usual queries, and on a GPU also batches of
         documents, for which kernels are compiled. For accelerated models on a GPU, CUDA graphs for
         short texts are captured, too. A model of page images encodes a blank page as a document.
+
+        A model must encode a word and a blank page. If it fails for longer texts, a warning is
+        logged, because requests may have none.
         """
         for model in self.models.values():
             self.warm_up_model(model)
@@ -396,12 +402,38 @@ class Service:
                 model.encode(key._replace(has_images=True), [blank_page()])
                 continue
             encode = functools.partial(model.encode, key)
-            encode(["a"])
-            graphs = graphs_of(model.model)
-            if graphs is not None:
-                graphs.warm(encode)
-            for texts in self._warm_up_batches(model, side):
-                encode(texts)
+            encode([_WARM_UP_WORD])
+            try:
+                self._warm_up_lengths(model, side, encode)
+            except Exception as error:  # of long texts or of memory, which requests may not need
+                _logger.warning(
+                    "%s: the first %s texts of some lengths will take longer, because encoding "
+                    "them before the server is ready failed (%s: %s)",
+                    model.name,
+                    side,
+                    type(error).__name__,
+                    error,
+                )
+                encode([_WARM_UP_WORD])  # some errors of a GPU leave it unusable
+
+    def _warm_up_lengths(
+        self,
+        model: Served,
+        side: Side,
+        encode: Callable[[list[str]], object],
+    ) -> None:
+        """Encode synthetic texts of several lengths, and capture CUDA graphs for short ones.
+
+        Args:
+            model: the model.
+            side: whether the texts are encoded as queries or as documents.
+            encode: encodes texts of this side.
+        """
+        graphs = graphs_of(model.model)
+        if graphs is not None:
+            graphs.warm(encode)
+        for texts in self._warm_up_batches(model, side):
+            encode(texts)
 
     def _warm_up_batches(self, model: Served, side: Side) -> Iterator[list[str]]:
         """Yield batches of synthetic texts that the model encodes before the server is ready.
@@ -417,7 +449,7 @@ class Service:
             batches = _DOCUMENT_BATCHES
         for n_texts, n_words in batches:
             if n_texts * n_words <= self.limits.max_batch_tokens:
-                yield ["a " * n_words] * n_texts
+                yield [f"{_WARM_UP_WORD} " * n_words] * n_texts
 
     def warm_up_search(self) -> None:
         """Search for a word in the threads of later searches, so that no request waits for them.
@@ -433,15 +465,25 @@ class Service:
         if not gpus_of(searchable.index):
             return
         # Every thread waits for the others, so that none of them runs two of the calls.
-        barrier = threading.Barrier(_MIN_SEARCHES)
+        barrier = threading.Barrier(_MIN_SEARCHES, timeout=_WARM_UP_SECONDS)
 
         def search_together() -> None:
             barrier.wait()
             searchable.search_probe(row)
 
         results = [self._search_threads.submit(search_together) for _ in range(_MIN_SEARCHES)]
-        for result in results:
-            result.result()
+        errors = [error for error in (result.exception() for result in results) if error]
+        if errors:  # too little memory for several searches at a time, or too few threads
+            _logger.warning(
+                "the first searches will take longer, because %d of %d at the same time failed "
+                "before the server was ready (%s: %s)",
+                len(errors),
+                _MIN_SEARCHES,
+                type(errors[0]).__name__,
+                errors[0],
+            )
+            # Some errors of a GPU leave it unusable.
+            self._search_threads.submit(searchable.search_probe, row).result()
 
     def start(self) -> None:
         """Start the threads: a batch worker per device, helpers and tokenizers.

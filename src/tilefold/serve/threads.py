@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -43,6 +44,10 @@ class Call(Generic[T]):
         finally:
             del result, function, arguments
 
+    def release(self) -> None:
+        """Forget the function and its arguments, because the call will not run."""
+        del self.result, self._function, self._arguments
+
 
 class DaemonPool:
     """Calls functions in a limited number of daemon threads, which are kept for later calls.
@@ -76,19 +81,36 @@ class DaemonPool:
             The future of its result. Cancelling it drops a call that still waits for a thread.
 
         Raises:
-            RuntimeError: if the pool is closed.
+            RuntimeError: if the pool is closed, or the system allows no first thread.
         """
         call = Call(function, arguments)
         result = call.result  # the call has it until it runs
         with self._changed:
             if self._closed:
                 raise RuntimeError("submit: expected an open pool, got a closed one")
-            self._waiting.append(call)
-            lacks_thread = len(self._waiting) > self._n_idle
+            lacks_thread = len(self._waiting) >= self._n_idle
             if lacks_thread and len(self._threads) < self._max_threads:
                 self._start_thread()
+            self._waiting.append(call)
             self._changed.notify()
+        # Otherwise cancelled calls would add up while all threads wait for a server.
+        result.add_done_callback(functools.partial(self._drop_cancelled, call))
         return result
+
+    def _drop_cancelled(self, call: Call[Any], result: Future[Any]) -> None:
+        """Remove a call from those that wait, if it was cancelled.
+
+        Args:
+            call: the call.
+            result: the future of its result.
+        """
+        if not result.cancelled():
+            return
+        with self._changed:
+            if call not in self._waiting:
+                return  # a thread has it, and does not run it
+            self._waiting.remove(call)
+        call.release()
 
     def close(self, error: BaseException, seconds: float) -> bool:
         """Refuse the calls that wait, and end the threads.
@@ -114,14 +136,25 @@ class DaemonPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start_thread(self) -> None:
-        """Start another thread. The caller must hold the lock."""
+        """Start another thread. The caller must hold the lock.
+
+        If the system allows no more threads, calls wait for those that there are.
+
+        Raises:
+            RuntimeError: if there are none.
+        """
         thread = threading.Thread(
             target=self._work,
             name=f"{self._name}_{len(self._threads)}",
             daemon=True,
         )
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            return
         self._threads.append(thread)
-        thread.start()
 
     def _work(self) -> None:
         """Run calls until the pool is closed."""
