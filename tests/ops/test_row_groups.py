@@ -11,7 +11,7 @@ from torch.nn.functional import linear, normalize
 
 from tests.kernels import triton_interpreted
 from tests.refusals import refused
-from tilefold.ops._shared import row_groups
+from tilefold.ops._shared import fallback, row_groups
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.ordered_product import can_order_products, ordered_product
 from tilefold.ops._shared.row_groups import (
@@ -57,13 +57,15 @@ def test_groups_cover_all_rows_in_order(n_rows: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("n_inputs", [72, 128])
 def test_a_row_has_the_same_bits_with_any_other_rows(
+    n_inputs: int,
     device: str,
     dtype: torch.dtype,
     has_bias: bool,
 ) -> None:
-    rows = torch.randn(300, 72).to(device, dtype)
-    weight = torch.randn(40, 72).to(device, dtype)
+    rows = torch.randn(300, n_inputs).to(device, dtype)
+    weight = torch.randn(40, n_inputs).to(device, dtype)
     bias = torch.randn(40).to(device, dtype) if has_bias else None
     together = grouped_linear(rows, weight, bias)
     for start in range(0, 290, 37):
@@ -243,20 +245,32 @@ def test_few_rows_are_multiplied_in_the_order_of_large_products(
     assert numbers_of_rows == []  # padding 200 rows to 512 takes less time
 
 
-@pytest.mark.parametrize("is_available", [True, False], ids=["other bits", "not available"])
-def test_an_ordered_product_that_does_not_give_the_bits_is_not_used(
+def test_an_ordered_product_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
-    is_available: bool,
 ) -> None:
     def other_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not is_available:
-            raise KernelUnavailableError("ordered_product_kernel", "no such instruction")
         return linear(rows, weight, bias) * (1 + 2**-20)
 
     _order_products(monkeypatch, other_product)
     rows, weight = torch.randn(600, 64), torch.randn(8, 64)
     assert torch.equal(grouped_linear(rows[:6], weight), grouped_linear(rows, weight)[:6])
+
+
+def test_rows_are_padded_with_a_warning_if_the_kernel_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    def unavailable_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise KernelUnavailableError("ordered_product_kernel", "no such instruction")
+
+    monkeypatch.setattr(fallback, "FAILURES", {})
+    _order_products(monkeypatch, unavailable_product)
+    rows, weight = torch.randn(600, 64), torch.randn(8, 64)
+    together = grouped_linear(rows, weight)
+    with pytest.warns(fallback.FallbackWarning, match="Few rows are padded instead"):
+        few = grouped_linear(rows[:6], weight)
+    assert torch.equal(few, together[:6])
 
 
 @pytest.mark.parametrize(

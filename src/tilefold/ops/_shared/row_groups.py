@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tilefold.ops._shared.autocast import autocast_dtype
-from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.fallback import KernelUnavailableError, record_failure
 from tilefold.ops._shared.internals import (
     can_use_onednn_linear,
     cpu_matmul_precision,
@@ -105,6 +105,9 @@ _GPU_LARGEST_PADDED = 8192
 # A product that adds in the order of K takes about this many times as long as that of a library for
 # the same rows. It is used if padding for the library would multiply the rows by a larger number.
 _ORDERED_SLOWDOWN = 4
+# Its name in a warning, and what runs in its place.
+_ORDERED = "the product of few rows of invariant=True"
+_PADDED_INSTEAD = "Few rows are padded instead: the same bits, several times slower."
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
 _ALIGNMENT = 64
 
@@ -655,8 +658,9 @@ class _Probe:
         rows, weight, bias = self._operands(_PROBE_ROWS, shift=0)
         try:
             product = ordered_product(rows, weight, bias)
-        except KernelUnavailableError:
-            return False  # padding gives the same bits, in more time
+        except KernelUnavailableError as error:
+            record_failure(_ORDERED, kind.device, str(error), _PADDED_INSTEAD)
+            return False
         return torch.equal(product, self._expected)
 
     def _products(self, size: int, shift: int) -> list[Tensor]:
