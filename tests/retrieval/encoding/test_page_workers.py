@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib
+import multiprocessing
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +27,11 @@ from sentence_transformers import MultiVectorEncoder
 
 from tilefold.retrieval import Page, encode_tokens, open_tokens
 from tilefold.retrieval.encoding import pages as page_encoding
+from tilefold.retrieval.encoding import worker_template
 from tilefold.retrieval.encoding.page_workers import (
     FeatureCollector,
     SharedBuffer,
+    default_page_workers,
     prepare_ahead,
 )
 from tilefold.retrieval.encoding.pages import (
@@ -35,6 +40,7 @@ from tilefold.retrieval.encoding.pages import (
     has_fixed_shapes,
     image_features,
 )
+from tilefold.retrieval.errors import WorkerError
 from tilefold.retrieval.vectors.tokens import TokenVectorWriter
 from tilefold.testing.page_models import save_page_model
 
@@ -177,6 +183,66 @@ def test_a_worker_that_cannot_be_started_is_the_reason_of_the_error(
     monkeypatch.setattr(os, "fork", fail_in_one_process)
     with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
         prepared_batch(colpali, pages, n_workers=2)
+
+
+def test_a_connection_that_cannot_be_sent_is_the_reason_of_the_error(
+    pages: list[Page],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(page_encoding, "image_features", lambda *_: {"x": torch.zeros(1)})
+    monkeypatch.setattr(worker_template, "send_handle", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        prepared_batch(CPU_MODEL, pages, n_workers=1)
+
+
+@pytest.fixture
+def _signal_handlers_of_a_program() -> Iterator[None]:
+    """A program that exits at SIGTERM, and ignores the ends of its children."""
+    terminate_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    child_handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, terminate_handler)
+    signal.signal(signal.SIGCHLD, child_handler)
+
+
+@pytest.mark.usefixtures("_signal_handlers_of_a_program")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signal_handlers_of_the_program_do_not_hide_that_a_worker_was_killed(
+    pages: list[Page],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    test_process = os.getpid()
+
+    def kill_worker(*_: Any) -> dict[str, Any]:
+        if os.getpid() != test_process:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return {"x": torch.zeros(1)}
+
+    monkeypatch.setattr(page_encoding, "image_features", kill_worker)
+    with (
+        pytest.warns(UserWarning, match=f"was killed .{number.name}."),
+        pytest.raises(WorkerError, match=f"killed .{number.name}. at page"),
+    ):
+        prepared_batch(CPU_MODEL, pages, n_workers=1)
+
+
+def test_a_process_that_may_not_start_others_decodes_pages_itself(
+    pages: list[Page],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert default_page_workers(1000) > 0
+    daemon = SimpleNamespace(daemon=True)  # as a worker of a DataLoader is
+
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: daemon)
+
+    assert default_page_workers(1000) == 0
+    with pytest.raises(ValueError, match="page_workers: expected 0, because this process is a"):
+        prepared_batch(CPU_MODEL, pages, n_workers=2)
 
 
 def test_a_worker_can_import_what_another_thread_is_importing(

@@ -30,6 +30,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.processes import describe_exit
 from tilefold._internal.typing import Model
 from tilefold.distributed.ranks import share_of_cores
@@ -73,18 +74,26 @@ _ALIGNMENT = 64  # bytes, a cache line
 def default_page_workers(n_pages: int) -> int:
     """Return the number of worker processes that decode pages: one per spare core, at most 16.
 
-    Ranks of the same machine share its cores. There are no workers for a few pages, and where
-    processes cannot be forked.
+    Ranks of the same machine share its cores. There are no workers for a few pages, and where they
+    cannot be started.
 
     Args:
         n_pages: number of pages to decode.
     """
-    can_fork = "fork" in multiprocessing.get_all_start_methods()
-    if not can_fork or n_pages < _MIN_PAGES_FOR_WORKERS:
+    if n_pages < _MIN_PAGES_FOR_WORKERS or _obstacle_to_workers() is not None:
         return 0
     ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     n_cores = share_of_cores(max(1, ranks_of_machine))
     return max(1, min(n_cores - 1, _MAX_WORKERS))
+
+
+def _obstacle_to_workers() -> str | None:
+    """Return why this process cannot start workers; None if it can."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return "this system cannot fork a process"
+    if multiprocessing.current_process().daemon:  # a worker of a Pool or of a DataLoader, say
+        return "this process is a daemon of multiprocessing, which may not start others"
+    return None
 
 
 @contextmanager
@@ -111,7 +120,16 @@ def prepare_ahead(
     Yields:
         An iterator over the steps in order, without pauses, and the features of their pages; None
         for a step without pages.
+
+    Raises:
+        ValueError: if this process cannot start workers.
     """
+    obstacle = _obstacle_to_workers()
+    if n_workers and obstacle is not None:
+        raise ArgumentError(
+            "page_workers",
+            f"expected 0, because {obstacle}, got {n_workers}. Leave it out.",
+        )
     preparation = PagePreparation(model, dpi)
     # A processor of dynamic shapes pads the pages of a batch to the largest one, so it must see all
     # of them.

@@ -99,13 +99,14 @@ class WorkerTemplate:
 
         Raises:
             WorkerError: if the template has ended.
+            OSError: if this process has too many open files.
         """
         connection, connection_of_worker = multiprocessing.Pipe()
         with connection_of_worker:
             try:
                 self._requests.send(_StartRequest(number))
                 send_handle(self._requests, connection_of_worker.fileno(), self._process.pid)
-            except OSError:
+            except ConnectionError:  # other errors do not mean that the template has ended
                 self._raise_ended()
         return connection
 
@@ -169,7 +170,7 @@ def _fork_on_request(
     fork_lock.release()
     # A copy of the parent's end would keep the connection open after the parent has ended.
     requests_of_parent.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    _set_signal_handlers()
     workers = _ForkedWorkers(requests, run_worker)
     parent_id = os.getppid()
     try:
@@ -187,6 +188,18 @@ def _fork_on_request(
         pass
     finally:
         workers.end_all()
+
+
+def _set_signal_handlers() -> None:
+    """Replace the signal handlers of the parent, in the template and so in its workers.
+
+    A handler of the parent may raise an exception, or ignore the signal. A worker that is killed
+    by SIGTERM would then have another exit code, so that the page that it decodes would be at
+    fault. If SIGCHLD is ignored, the system drops the exit codes of workers.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 class _ForkedWorkers:
