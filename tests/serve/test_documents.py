@@ -813,6 +813,31 @@ def test_while_a_segment_waits_a_change_by_another_process_leaves_the_earlier_te
     assert texts_of(log, "new") == {"a": "second"}
 
 
+def test_a_reader_shows_a_segment_although_the_writer_begins_with_another_one(
+    log: DocumentLog,
+    generations: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log.append([text_change("a", "second")])
+    log.mark_writing(2, {}, "old")
+    with publishing.publishing(index_of(log), log_sequence=2):
+        generations.append("new")
+    reader = DocumentLog(index_of(log))
+    read_publication = Publication.read
+
+    def read_after_writer(index: Path) -> Publication | None:
+        monkeypatch.setattr(Publication, "read", read_publication)
+        log.mark_applied(2, {})
+        log.append([text_change("b", "third")])
+        log.mark_writing(3, {}, "new")
+        Publication(3, "new").write(index)
+        return Publication.read(index)
+
+    monkeypatch.setattr(Publication, "read", read_after_writer)
+
+    assert texts_of(reader, "new") == {"a": "second"}
+
+
 def test_a_segment_that_could_not_be_added_leaves_the_earlier_texts(
     log: DocumentLog,
     generations: list[str],

@@ -616,10 +616,13 @@ def _build_index(request: IndexRequest) -> None:
             "first (tilefold migrate --discard).",
         )
     splitter = request.passage_splitter()
-    with lock_path(request.folder), _common.heartbeat(f"indexing ({request.new_backend})"):
+    with (
+        lock_path(request.folder),
+        publishing(request.folder),
+        _common.heartbeat(f"indexing ({request.new_backend})"),
+    ):
         built = _build(request, splitter)
-        with publishing(request.folder):
-            built.save(request.folder, overwrite=request.overwrite)
+        built.save(request.folder, overwrite=request.overwrite)
         n_documents = built.n_documents
         if request.new_backend == QDRANT:
             built.close()  # its files are open until then

@@ -659,9 +659,12 @@ class DocumentLog:
                 this call. ``None`` if no process is adding documents to the index.
         """
         with self._guard:
+            # In the opposite order, the writer could begin with another segment in between. Its
+            # publication would not say that the index has the segment before.
+            publication = Publication.read(self._index)
             self.refresh()
             state = self._state
-            latest = state.latest_in(generation, Publication.read(self._index))
+            latest = state.latest_in(generation, publication)
             if state.file is None or not latest:
                 return base
             deleted = {name for name, line in latest.items() if line.is_deletion}

@@ -461,8 +461,8 @@ def merge_segments(path: str | Path) -> int:
         ChangeLog(folder).settle()
         index: Any = open_index(folder)
         if isinstance(index, Segments):
-            index = index.merged(folder)
             with publishing(folder):
+                index = index.merged(folder)  # replaces an index of token vectors already
                 index.save(folder, overwrite=True)
     return int(index.n_documents)
 

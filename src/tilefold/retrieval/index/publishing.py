@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tilefold.retrieval.common.files import read_json_object, write_json_object
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.generations import read_generation
 
 __all__ = ["Publication", "documents_folder", "publishing"]
@@ -59,7 +60,15 @@ class Publication:
             DataError: if the file is damaged.
         """
         file = documents_folder(index) / _FILE
-        return cls(**read_json_object(file, _REMEDY)) if file.exists() else None
+        if not file.exists():
+            return None
+        content = read_json_object(file, _REMEDY)
+        try:
+            return cls(**content)
+        except TypeError as error:
+            raise DataError(
+                f"{file}: expected the last addition to the index ({error}). {_REMEDY}",
+            ) from error
 
     def write(self, index: Path) -> None:
         """Write the file durably.
@@ -84,7 +93,8 @@ class Publication:
 def publishing(index: Path, log_sequence: int | None = None) -> Iterator[None]:
     """Record within the context, in which an index is changed, whether it has logged documents.
 
-    The caller holds the lock of the index.
+    The caller holds the lock of the index. The generation of the index changes within the context
+    only.
 
     Args:
         index: the folder of the index.
@@ -105,6 +115,11 @@ def publishing(index: Path, log_sequence: int | None = None) -> Iterator[None]:
 def _settle(index: Path) -> None:
     """Record the outcome of the last addition, if it is not known."""
     publication = Publication.read(index)
-    if publication is not None and publication.succeeded is None:
+    if publication is None or publication.succeeded is not None:
+        return
+    try:
         succeeded = publication.is_in(read_generation(index).id)
-        replace(publication, succeeded=succeeded).write(index)
+    except (DataError, FileNotFoundError):
+        # The index is damaged or was removed. The one that is built in its place has no changes.
+        succeeded = False
+    replace(publication, succeeded=succeeded).write(index)
