@@ -265,6 +265,20 @@ def test_a_pooling_without_the_prompt_runs_without_graphs(tokenizer_folder: Path
     assert n_graphs(model) == 1
 
 
+def test_a_pooling_that_leaves_out_the_prompt_from_now_on_is_not_captured(
+    tokenizer_folder: Path,
+) -> None:
+    stock = build_dense(tokenizer_folder)
+    model = with_graphs(stock)
+    assert_same_outputs(model.encode_query(FEW), stock.encode_query(FEW))
+    captures_before = EagerGraph.n_captures
+    for changed in (model, stock):
+        changed[1].include_prompt = False
+    assert_same_outputs(model.encode_query(FEW), stock.encode_query(FEW))
+    assert EagerGraph.n_captures == captures_before
+    assert not model.encoding_graphs.failed
+
+
 def test_long_texts_are_not_tokenised_to_learn_that_no_graph_has_room(
     tokenizer_folder: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -151,6 +151,14 @@ class _Encoding(ABC, Generic[R]):
     def key(self) -> tuple[Hashable, ...]:
         """Return what identifies this kind of encoding and its options in the key of a graph."""
 
+    def can_be_captured(self, prompt: str | None) -> bool:
+        """Whether the modules of the model, as they are now, allow a capture of this encoding.
+
+        Args:
+            prompt: text that is put before every text.
+        """
+        return True
+
     @abstractmethod
     def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
         """Run the model on static inputs, for capture in a CUDA graph.
@@ -311,6 +319,14 @@ class _DenseEncoding(_Encoding[Tensor]):
 
     def key(self) -> tuple[Hashable, ...]:
         return ("dense", self.normalize, self.dimension)
+
+    def can_be_captured(self, prompt: str | None) -> bool:
+        """Whether no Pooling leaves out the tokens of the prompt.
+
+        Args:
+            prompt: text that is put before every text; it may be empty.
+        """
+        return not prompt or not self.graphs.leaves_out_prompts()
 
     def compute(self, features: Features, size: GraphSize) -> _DenseResults:
         """Run the model and return its dense vectors.
@@ -550,9 +566,9 @@ class EncodingGraphs(Replacement):
         """
         if not self.may_run(texts) or not self._may_fit(texts):
             return None
-        if prompt and self._leaves_out_prompts():
-            return None
         encoding = _DenseEncoding(self, task, normalize, dimension, to_host)
+        if not encoding.can_be_captured(prompt):  # saves the tokenisation
+            return None
         return self._encode(texts, prompt, encoding)
 
     def warm(self, encode: Callable[[list[str]], object], longest: int = 64) -> None:
@@ -632,6 +648,8 @@ class EncodingGraphs(Replacement):
             if self._state is not None and not self._state.has_same_memory():
                 self._drop_graphs()
             for _ in range(_MAX_ATTEMPTS):
+                if not encoding.can_be_captured(prompt):  # the model has changed since the capture
+                    return None
                 captured = self._graph_for(size, features, encoding)
                 if captured is None:
                     return None
@@ -772,7 +790,7 @@ class EncodingGraphs(Replacement):
         n_tokens = sum(min(len(text) // _CHARACTERS_PER_TOKEN, limit) for text in texts)
         return n_tokens <= room
 
-    def _leaves_out_prompts(self) -> bool:
+    def leaves_out_prompts(self) -> bool:
         """Whether a Pooling of the model leaves out the tokens of the prompt.
 
         It looks for padding before the prompt, for which the CPU waits for the GPU. That cannot be
