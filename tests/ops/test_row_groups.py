@@ -176,6 +176,29 @@ def test_few_rows_are_padded_to_the_number_that_takes_the_least_time(
     assert padded_row_count([narrow, wide], 1) == 16
 
 
+def test_rows_are_padded_to_a_number_that_layers_multiply_in_several_groups(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    multiply = row_groups._multiply
+
+    def differs_by_position_in_many_rows(
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        products = multiply(rows, weight, bias)
+        if rows.size(0) > 128:
+            products[-1] *= 1 + 2**-20
+        return products
+
+    _without_probes(monkeypatch, differs_by_position_in_many_rows)
+    uncached = row_groups._fastest_row_count.__wrapped__
+    monkeypatch.setattr(row_groups, "_fastest_row_count", uncached)
+    layers = LinearLayers(torch.randn(8, 16), has_bias=False, n_layers=1)
+    assert padded_row_count([layers], 129) == 256
+
+
 def test_sizes_with_other_bits_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,

@@ -113,6 +113,8 @@ def test_autocast_leaves_fp64_alone() -> None:
     inputs = lsr_head_inputs(2, 3, 8, 5, dtype=F64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert lsr_head(inputs.hidden, inputs.weight).dtype == F64
+        with pytest.raises(TypeError, match="weight must have the dtype of hidden"):
+            lsr_head(inputs.hidden.float(), inputs.weight)
 
 
 # The bound of memory that the README of the room states (the peaks of a process that does nothing

@@ -486,7 +486,7 @@ def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
         n_rows: the number of rows, at most :data:`LEAST_GPU_ROWS`.
 
     Returns:
-        32, 64, 128 or :data:`LEAST_GPU_ROWS`, and not less than `n_rows`.
+        16, 32, 64, 128 or :data:`LEAST_GPU_ROWS`, and not less than `n_rows`.
 
     Raises:
         RuntimeError: if no number of rows gives equal bits for one of the layers.
@@ -639,7 +639,8 @@ class _Probe:
             size: the number of rows, which are padded if it is not usable.
         """
         larger_sizes = (other for other in self.sizes if other >= size)
-        usable_size = next(filter(self.is_usable, larger_sizes))
+        # If no larger size is usable, smaller ones multiply the rows in several groups.
+        usable_size = next(filter(self.is_usable, larger_sizes), size)
         row_time = self._kind.n_outputs * self._kind.n_inputs
         if size * _ORDERED_SLOWDOWN <= usable_size and self.is_order_usable:
             return size * _ORDERED_SLOWDOWN * row_time

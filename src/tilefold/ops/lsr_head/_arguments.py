@@ -178,7 +178,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     Raises:
         TypeError: if the two differ without autocast.
     """
-    autocast = autocast_dtype(hidden)
+    autocast = autocast_dtype(hidden, weight)
     if autocast is not None:
         return autocast
     if weight.dtype != hidden.dtype:
