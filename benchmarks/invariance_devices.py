@@ -118,7 +118,7 @@ def compare(
             differing_texts.update(
                 index
                 for index, vector in enumerate(vectors)
-                if not torch.equal(vector, expected[index])
+                if not has_same_bits(vector, expected[index])
             )
     n_values = sum(int((vector != 0).sum()) for vector in expected)
     return {
@@ -129,6 +129,21 @@ def compare(
         "differing_texts": len(differing_texts),
         "gate": "ok" if n_values and not differing_texts else "failed",
     }
+
+
+def has_same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are equal, with a difference between 0.0 and -0.0.
+
+    Args:
+        left: a tensor on the CPU.
+        right: another one.
+    """
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(
+        left.contiguous().flatten().view(torch.uint8),
+        right.contiguous().flatten().view(torch.uint8),
+    )
 
 
 def encode(model: Any, texts: Sequence[str], batch_size: int) -> list[Tensor]:

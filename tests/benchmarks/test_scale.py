@@ -49,6 +49,13 @@ def test_losses_of_a_decoder_are_compared_with_those_of_one_device(tmp_path: Pat
     assert saved == ["model.safetensors"]  # of the tiny base model, and no checkpoint
 
 
+def test_the_sign_of_zero_is_one_of_the_bits() -> None:
+    zeros = torch.zeros(3, dtype=torch.bfloat16)
+
+    assert invariance_devices.has_same_bits(zeros, zeros.clone())
+    assert not invariance_devices.has_same_bits(zeros, -zeros)
+
+
 def encode_once_more(differing_call: int) -> Callable[..., list[torch.Tensor]]:
     """Return a replacement of ``encode`` one of whose calls returns other bits of a text."""
     calls = iter(range(100))

@@ -162,6 +162,17 @@ def test_a_document_is_replaced_and_deleted(running: Running, collection: Collec
     assert running.client.get(f"/v1/papers/doc/{first_id}").status == 404
 
 
+def test_only_the_document_with_the_same_bytes_in_its_id_is_deleted(running: Running) -> None:
+    mark = "\N{ZERO WIDTH NO-BREAK SPACE}"  # a byte order mark, if it begins a file
+    assert running.put({**NEW, "id": "parcels"}, {**NEW, "id": f"{mark}parcels"}).status == 200
+
+    assert running.delete(f"{mark}parcels").status == 200
+
+    hits = running.hits("print the label")
+    assert "parcels" in hits
+    assert f"{mark}parcels" not in hits
+
+
 def test_a_generation_between_two_changes_of_a_document_shows_the_text_of_its_vector(
     path: Path,
     encoder: Served,
@@ -266,6 +277,19 @@ def test_an_index_of_words_takes_documents(tmp_path: Path, collection: Collectio
         assert "parcels" in running.hits("label")
         assert running.delete("parcels").json["visible"]
         assert "parcels" not in running.hits("label")
+
+
+def test_a_title_is_shown_although_the_words_of_the_document_are_the_same(
+    tmp_path: Path,
+    collection: Collection,
+) -> None:
+    path = tmp_path / "words"
+    r.BM25Index.build(collection.contents()).save(path)
+    with writing_server(path, None, dict(collection.documents)) as running:
+        running.put({"id": "new", "title": "Print", "text": "the label"})
+        running.put({"id": "new", "title": "Print the", "text": "label"})
+
+        assert running.hits("label")["new"]["title"] == "Print the"
 
 
 def test_an_index_of_passages_of_token_vectors_takes_documents(
@@ -656,6 +680,19 @@ def test_a_damaged_log_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (log.folder / "log.jsonl").write_bytes(b"{}\n")
     with pytest.raises(DataError, match=r"log\.jsonl: expected a change at byte 0"):
         DocumentLog(tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"sequence": "?"}', '{"sequence": 1, "failed": {}, "writing": []}']
+)
+def test_damaged_progress_of_a_log_is_an_error_that_names_the_file(
+    log: DocumentLog,
+    content: str,
+) -> None:
+    (log.folder / "applied.json").write_text(content)
+
+    with pytest.raises(DataError, match=r"applied\.json: expected which changes the index has"):
+        DocumentLog(index_of(log))
 
 
 def test_documents_of_a_log_replace_and_hide_those_of_the_collection(tmp_path: Path) -> None:

@@ -213,13 +213,19 @@ class _Applied:
         if not path.exists():
             return cls()
         content = read_json_object(path, _REMEDY)
-        writing = content.get("writing")
-        return cls(
-            sequence=int(content["sequence"]),
-            failed=content["failed"],
-            failed_since=content.get("failed_since", {}),
-            writing=None if writing is None else _Writing.from_json(writing),
-        )
+        try:
+            writing = content.get("writing")
+            return cls(
+                sequence=int(content["sequence"]),
+                failed=content["failed"],
+                failed_since=content.get("failed_since", {}),
+                writing=None if writing is None else _Writing.from_json(writing),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}: expected which changes the index has, got other fields or values "
+                f"({type(error).__name__}: {error}). {_REMEDY}",
+            ) from error
 
     def write(self, path: Path) -> None:
         """Write the file durably."""

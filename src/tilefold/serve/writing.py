@@ -197,6 +197,8 @@ class DocumentWriter:
         self._process = _IndexProcess(log)
         self._run_index = self._process.run if run_index is None else run_index
         self._segment_seconds = _FIRST_ESTIMATE_SECONDS
+        # Whether the documents of the served generation have changed, and the generation has not.
+        self._must_reopen = False
         self._append_lock = asyncio.Lock()
         self._has_changes = asyncio.Event()
         self._progress = asyncio.Condition()
@@ -396,8 +398,9 @@ class DocumentWriter:
         """
         applied = self.log.applied
         generation = await self.service.run_in_background(read_generation, self._index)
-        if generation.id != self.follower.generation:
+        if self._must_reopen or generation.id != self.follower.generation:
             await self.follower.reload()
+            self._must_reopen = False
         self.visible = applied
 
     async def _compact_log(self) -> None:
@@ -459,6 +462,10 @@ class DocumentWriter:
         generation = await run(read_generation, self._index)
         await run(self.log.mark_writing, batch.sequence, batch.failed, generation.id)
         await run(self._run_index, change.arguments())
+        new_generation = await run(read_generation, self._index)
+        # A new title can leave the words of a document, and so a BM25 index, as they were.
+        if batch.documents and new_generation == generation:
+            self._must_reopen = True
 
     async def _encode(self, batch: _Batch, folder: Path) -> Path | None:
         """Encode the documents of a batch into a folder of vectors.
@@ -680,7 +687,8 @@ def _write_change(
     deleted = None
     if batch.deleted:
         deleted = folder / "deleted.txt"
-        deleted.write_text("".join(f"{name}\n" for name in batch.deleted), encoding="utf-8")
+        # The command drops a byte order mark, which could otherwise be the begin of an id.
+        deleted.write_text("".join(f"{name}\n" for name in batch.deleted), encoding="utf-8-sig")
     return IndexChange(index, backend, batch.sequence, data, vectors, deleted)
 
 
