@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_raw_vectors_do_not_drop_the_graphs(
     expected = stock.encode(TEXTS[0], output_value=None)["token_embeddings"].mean(0)
     assert_near(raw_vector, expected)
     assert np.linalg.norm(raw_vector) > 1.01
+
+
+def test_raw_vectors_are_encoded_by_the_worker_even_of_a_quick_text(
+    stock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(stock, "dense", "mean")
+    encode = served.encode
+    thread_names: list[str] = []
+
+    def record_and_encode(key: BatchKey, texts: list[str]) -> Any:
+        thread_names.append(threading.current_thread().name)
+        return encode(key, texts)
+
+    monkeypatch.setattr(Served, "is_quick", lambda served, tokens: True)
+    monkeypatch.setattr(served, "encode", record_and_encode)
+    with serving(Service([served])) as client:
+        client.post("/embed", {"inputs": "cats"})
+        client.post("/embed", {"inputs": "cats", "normalize": False})
+    ran_in_worker = [name == f"tilefold-{served.device}" for name in thread_names]
+    assert ran_in_worker == [False, True]
 
 
 def test_served_token_vectors_equal_those_of_the_stock_model(late: Any) -> None:

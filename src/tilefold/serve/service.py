@@ -950,7 +950,7 @@ class Service:
             else:
                 self.metrics.count("tilefold_cached_count")
                 answers[item] = cached
-        at_once = self._may_run_at_once(model, new_lengths)
+        at_once = self._may_run_at_once(model, key, new_lengths)
         worker = self._workers[model.device]
         futures = []
         for position, (item, length) in enumerate(new_lengths.items()):
@@ -968,17 +968,23 @@ class Service:
         answers.update(new_answers)
         return answers
 
-    def _may_run_at_once(self, model: Served, lengths: Mapping[Input, int]) -> bool:
+    def _may_run_at_once(
+        self,
+        model: Served,
+        key: BatchKey,
+        lengths: Mapping[Input, int],
+    ) -> bool:
         """Return whether inputs may be encoded on the event loop.
 
         It is faster than waking the batch worker for a single short text, and delays no other
-        request if there is none.
+        request if there is none. No CUDA graph computes vectors that are not normalised.
 
         Args:
             model: the model.
+            key: batch key of the texts among the inputs.
             lengths: input -> its number of tokens.
         """
-        if len(lengths) != 1 or not self.is_only_request():
+        if len(lengths) != 1 or not key.normalize or not self.is_only_request():
             return False
         ((item, length),) = lengths.items()
         return isinstance(item, str) and model.is_quick(length)
