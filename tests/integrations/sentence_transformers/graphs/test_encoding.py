@@ -301,6 +301,19 @@ def test_long_texts_are_not_tokenised_to_learn_that_no_graph_has_room(
     assert tokenised == [2]
 
 
+def test_the_memory_of_padded_token_vectors_is_limited_for_wide_models(
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = build_dense(tokenizer_folder)
+    # Room for 5 texts of 16 tokens, with the filler text, and 32 dimensions.
+    monkeypatch.setattr(encoding, "_MAX_POOLED_VALUES", 5 * 16 * 32)
+    model = with_graphs(stock)
+    for texts in (["x", "sum"], FEW, [TEXT] * 4):
+        assert_same_outputs(model.encode(texts), stock.encode(texts))
+    assert graph_sizes(model) == {GraphSize(texts=4, tokens=16)}
+
+
 def test_graphs_of_an_invariant_dense_model_keep_the_bits(tokenizer_folder: Path) -> None:
     stock = build_dense(tokenizer_folder)
     model = with_graphs(stock, invariant=True)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -82,6 +82,9 @@ _FEW_TEXTS = TEXT_COUNTS[-1] // 4
 _FEW_TEXTS_CAPACITY_FACTOR = 4
 # The largest number of token vectors, with padding, that a graph may compute.
 _MAX_PADDED_TOKENS = 1 << 17
+# The largest number of values of the padded token vectors that a Pooling reads: 512 MB in fp32. It
+# computes a few tensors of this size, which the graphs of a model keep.
+_MAX_POOLED_VALUES = 1 << 27
 # Characters of a token of usual texts, at most. Whether texts with more of them fit into a graph is
 # not examined.
 _CHARACTERS_PER_TOKEN = 8
@@ -140,12 +143,15 @@ class _Encoding(ABC, Generic[R]):
     Attributes:
         graphs: the graphs of the model.
         task: the argument ``task`` of the model's forward, or ``None``.
-        pads_tokens: whether the graph computes padded token vectors. Their number is limited.
     """
 
     graphs: EncodingGraphs
     task: str | None
-    pads_tokens: ClassVar[bool] = False
+
+    @property
+    def max_padded_tokens(self) -> int | None:
+        """The largest number of padded token vectors of a graph, or None if it pads none."""
+        return None
 
     @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
@@ -252,7 +258,11 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
 
     normalize: bool
     to_host: bool
-    pads_tokens: ClassVar[bool] = True
+
+    @property
+    def max_padded_tokens(self) -> int:
+        """The largest number of padded token vectors of a graph."""
+        return _MAX_PADDED_TOKENS
 
     def key(self) -> tuple[Hashable, ...]:
         return ("vectors", self.normalize)
@@ -315,7 +325,11 @@ class _DenseEncoding(_Encoding[Tensor]):
     normalize: bool
     dimension: int | None
     to_host: bool
-    pads_tokens: ClassVar[bool] = True  # a Pooling reads padded token vectors
+
+    @property
+    def max_padded_tokens(self) -> int:
+        """The largest number of padded token vectors that a Pooling of a graph reads."""
+        return self.graphs.max_pooled_tokens()
 
     def key(self) -> tuple[Hashable, ...]:
         return ("dense", self.normalize, self.dimension)
@@ -429,6 +443,7 @@ class EncodingGraphs(Replacement):
         self._reads_task: bool | None = None  # whether a module reads the task, None if unknown
         # Whether a Pooling leaves out the tokens of the prompt, None if unknown.
         self._pools_without_prompts: bool | None = None
+        self._max_pooled_tokens: int | None = None  # see max_pooled_tokens(), None if unknown
         self._packed_forwards: list[PackedForward] | None = None  # of the model, None if unknown
 
     def __getstate__(self) -> Features:
@@ -641,7 +656,12 @@ class EncodingGraphs(Replacement):
         """
         with packed_inputs():
             features = self._tokenize(texts, prompt, encoding.task)
-        size = _graph_size(features, len(texts), encoding.pads_tokens, self._padded_token_count)
+        size = _graph_size(
+            features,
+            len(texts),
+            encoding.max_padded_tokens,
+            self._padded_token_count,
+        )
         if size is None:
             return None
         with self._lock:
@@ -784,11 +804,27 @@ class EncodingGraphs(Replacement):
             texts: at most as many texts as the largest graph has room for.
         """
         n_sequences = next(count for count in TEXT_COUNTS if count >= len(texts)) + 1
-        room = max(count for count in TOKEN_COUNTS if n_sequences * count <= _MAX_PADDED_TOKENS)
+        max_padded_tokens = self.max_pooled_tokens()
+        fitting_counts = (
+            count for count in TOKEN_COUNTS if n_sequences * count <= max_padded_tokens
+        )
+        room = max(fitting_counts, default=0)
         max_length = self.owner.max_seq_length
         limit = room if max_length is None else max_length
         n_tokens = sum(min(len(text) // _CHARACTERS_PER_TOKEN, limit) for text in texts)
         return n_tokens <= room
+
+    def max_pooled_tokens(self) -> int:
+        """Return the largest number of padded token vectors that a Pooling of a graph reads."""
+        if self._max_pooled_tokens is None:
+            widths = [
+                module.embedding_dimension
+                for module in self.owner.modules()
+                if isinstance(module, Pooling)
+            ]
+            max_tokens = _MAX_POOLED_VALUES // max(widths, default=1)
+            self._max_pooled_tokens = min(_MAX_PADDED_TOKENS, max_tokens)
+        return self._max_pooled_tokens
 
     def leaves_out_prompts(self) -> bool:
         """Whether a Pooling of the model leaves out the tokens of the prompt.
@@ -948,7 +984,7 @@ class _IsinByComparison(TorchFunctionMode):
 def _graph_size(
     features: Features,
     n_texts: int,
-    pads_tokens: bool,
+    max_padded_tokens: int | None,
     padded_token_count: Callable[[int], int],
 ) -> GraphSize | None:
     """Return the size of the graph for a batch.
@@ -956,7 +992,8 @@ def _graph_size(
     Args:
         features: the features of the batch.
         n_texts: the number of texts of the batch.
-        pads_tokens: whether the graph computes padded token vectors. Their number is limited.
+        max_padded_tokens: the largest number of padded token vectors of a graph; None if it pads
+            none.
         padded_token_count: returns the least number of tokens of a graph for packed texts of a
             number of tokens.
 
@@ -970,20 +1007,25 @@ def _graph_size(
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names == PACKED:
-        return _packed_graph_size(n_texts, padded_token_count(ids.size(1)), pads_tokens)
+        return _packed_graph_size(n_texts, padded_token_count(ids.size(1)), max_padded_tokens)
     if EXPANDED in tensor_names:
         # ColBERT queries are expanded to one length, so that exact sizes need few graphs.
         return GraphSize(n_texts, ids.numel())
     return None
 
 
-def _packed_graph_size(n_texts: int, n_tokens: int, pads_tokens: bool) -> GraphSize | None:
+def _packed_graph_size(
+    n_texts: int,
+    n_tokens: int,
+    max_padded_tokens: int | None,
+) -> GraphSize | None:
     """Return the smallest size of graphs into which a packed batch fits.
 
     Args:
         n_texts: the number of texts of the batch.
         n_tokens: the number of tokens that the graph must have room for.
-        pads_tokens: whether the graph computes padded token vectors. Their number is limited.
+        max_padded_tokens: the largest number of padded token vectors of a graph; None if it pads
+            none.
 
     Returns:
         The size, or None if padding would take too much memory.
@@ -993,6 +1035,6 @@ def _packed_graph_size(n_texts: int, n_tokens: int, pads_tokens: bool) -> GraphS
         tokens=next(count for count in TOKEN_COUNTS if count >= n_tokens),
     )
     n_padded_tokens = (size.texts + 1) * size.tokens  # with the filler text
-    if pads_tokens and n_padded_tokens > _MAX_PADDED_TOKENS:
+    if max_padded_tokens is not None and n_padded_tokens > max_padded_tokens:
         return None
     return size
