@@ -30,6 +30,7 @@ from tilefold.retrieval.common.files import (
     check_folder,
     listed_file,
     read_json_object,
+    require,
     write_json_object,
 )
 from tilefold.retrieval.common.provenance import Provenance
@@ -355,15 +356,15 @@ class StoredIds(Sequence[str]):
         Args:
             sought: the ids that are sought.
         """
-        import pyarrow
-        import pyarrow.compute
-
+        purpose = "An index with removed documents"
+        pyarrow = require("pyarrow", "pyarrow", purpose)
+        compute = require("pyarrow.compute", "pyarrow", purpose)
         offsets = np.ascontiguousarray(self._offsets)
         buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(self._text)]
         ids = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), buffers)
         encoded = [document_id.encode("utf-8", _ENCODING_ERRORS) for document_id in sought]
         value_set = pyarrow.array(encoded, pyarrow.large_binary())
-        is_sought = pyarrow.compute.is_in(ids, value_set=value_set)
+        is_sought = compute.is_in(ids, value_set=value_set)
         mask: npt.NDArray[np.bool_] = is_sought.to_numpy(zero_copy_only=False)
         return mask
 
