@@ -149,6 +149,7 @@ def test_several_dtypes_are_refused_on_the_meta_device() -> None:
     refused(TypeError, "k and v must have the dtype of q", entmax_attention, q, k, k)
 
 
+@no_interpreter
 def test_autocast_after_a_call_without_it_and_before_one(target: Target) -> None:
     inputs = problem(target)
     kind = torch.device(target.device).type
