@@ -21,13 +21,21 @@ from tilefold.pipeline.ragged import TokenIds, batches_by_tokens, offsets_of
 from tilefold.pipeline.threads import BackgroundWorker, Prefetcher
 from tilefold.pipeline.truncation import counting_truncation
 
+EARLIER_THREADS: frozenset[threading.Thread] = frozenset()
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note the threads of other tests, such as those of servers and of trainers that collate."""
+    monkeypatch.setattr(f"{__name__}.EARLIER_THREADS", frozenset(threading.enumerate()))
+
 
 def pipeline_threads() -> list[threading.Thread]:
-    """The running threads of pipelines; trainers of other tests may still have one to collate."""
+    """The running threads of pipelines that this test has started."""
     return [
         thread
         for thread in threading.enumerate()
-        if thread.name.startswith("tilefold-") and not thread.name.startswith("tilefold-collate")
+        if thread.name.startswith("tilefold-") and thread not in EARLIER_THREADS
     ]
 
 
