@@ -6,7 +6,7 @@ The pages are synthetic: random words of a fixed vocabulary, drawn by Pillow. A 
 of a page. The model has the architecture of ColPali with random weights, and is trained by the
 recipe `colbert` on pairs of a query and a page. It must then find, by their words, pages that it
 has not seen: nDCG@10 on these pages is the result. A page is relevant if it has all words of the
-query.
+query. Chance is the expected nDCG@10 of these pages in random order.
 
 The form `small` takes minutes on a CPU. The form `full` needs a GPU, and more steps than were
 tried: 2,000 steps on 20,000 pages reach .05 on an H200, and easier forms .34 to .46 after 1,500
@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -136,7 +137,8 @@ class Outcome:
         scores: ``"fused"`` or ``"stock"``, the scores of the loss.
         seed: seed of the weights and of the order of pairs.
         ndcg: nDCG@10 on unseen pages.
-        ndcg_untrained: the same before training, which is chance.
+        ndcg_untrained: the same before training.
+        ndcg_chance: expected nDCG@10 of the same pages in random order.
         first_loss: loss of the first logged step.
         last_loss: loss of the last logged step.
         seconds: time of training.
@@ -147,6 +149,7 @@ class Outcome:
     seed: int
     ndcg: float
     ndcg_untrained: float
+    ndcg_chance: float
     first_loss: float
     last_loss: float
     seconds: float
@@ -299,6 +302,26 @@ def measure(form: Form, model_folder: Path, collection: r.Collection, folder: Pa
     return float(measures[f"nDCG@{CUT_OFF}"])
 
 
+def chance_ndcg(qrels: Mapping[str, Mapping[str, int]], n_documents: int) -> float:
+    """Return the expected nDCG@10 of documents in random order, the mean over queries.
+
+    At each rank of a random order, the document is relevant with the same probability: the share of
+    relevant documents.
+
+    Args:
+        qrels: query id -> document id -> grade. All grades are 1.
+        n_documents: number of documents.
+    """
+    last_rank = min(CUT_OFF, n_documents)
+    discounts = [1 / math.log2(rank + 1) for rank in range(1, last_rank + 1)]
+    per_query = []
+    for grades in qrels.values():
+        expected_dcg = len(grades) / n_documents * sum(discounts)
+        ideal_dcg = sum(discounts[: len(grades)])
+        per_query.append(expected_dcg / ideal_dcg)
+    return statistics.fmean(per_query)
+
+
 def run_once(form: Form, folder: Path, *, fused: bool, seed: int = 0) -> Outcome:
     """Train a model, and measure it on unseen pages.
 
@@ -335,6 +358,7 @@ def run_once(form: Form, folder: Path, *, fused: bool, seed: int = 0) -> Outcome
         seed=seed,
         ndcg=ndcg,
         ndcg_untrained=ndcg_untrained,
+        ndcg_chance=chance_ndcg(test_pages.qrels["test"], n_documents=form.n_test),
         first_loss=losses[0],
         last_loss=losses[-1],
         seconds=seconds,
@@ -354,11 +378,12 @@ def _test_seeds(form: Form) -> list[int]:
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Print a line for each run, and means with standard errors if there are several seeds."""
-    print("scores  seed  nDCG@10  untrained  first loss  last loss  seconds")
+    print("scores  seed  nDCG@10  untrained  chance  first loss  last loss  seconds")
     for outcome in outcomes:
         print(
             f"{outcome.scores:6}  {outcome.seed:4}  {outcome.ndcg:7.3f}  "
-            f"{outcome.ndcg_untrained:9.3f}  {outcome.first_loss:10.4f}  "
+            f"{outcome.ndcg_untrained:9.3f}  {outcome.ndcg_chance:6.3f}  "
+            f"{outcome.first_loss:10.4f}  "
             f"{outcome.last_loss:9.4f}  {outcome.seconds:7.0f}",
         )
     for scores in dict.fromkeys(outcome.scores for outcome in outcomes):
@@ -384,6 +409,7 @@ def result_row(form_name: str, form: Form, outcome: Outcome) -> dict[str, object
         "test_pages": form.n_test,
         "scores": outcome.scores,
         "seed": outcome.seed,
+        "chance_nDCG@10": round(outcome.ndcg_chance, 4),
         "start_nDCG@10": round(outcome.ndcg_untrained, 4),
         "nDCG@10": round(outcome.ndcg, 4),
         "losses": " ".join(f"{loss:.6g}" for loss in outcome.losses[:N_COMPARED_LOSSES]),

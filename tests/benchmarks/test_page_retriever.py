@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +12,13 @@ import pytest
 from benchmarks.page_retriever import (
     FIRST_TEST_SEED,
     FORMS,
+    chance_ndcg,
     page_of_seed,
     query_of_page,
     run_once,
     save_collection,
 )
-from tilefold.retrieval import load_collection
+from tilefold.retrieval import evaluate, load_collection
 from tilefold.testing.synthetic_pages import random_words
 
 SMALL = FORMS["small"]
@@ -34,6 +37,18 @@ def test_all_pages_with_the_words_of_a_query_are_relevant(tmp_path: Path) -> Non
         relevant = {name for name, page in pages.items() if {*text.split()} <= {*page.words}}
         assert collection.qrels["test"][query_id].keys() == relevant
     assert max(len(grades) for grades in collection.qrels["test"].values()) > 1
+
+
+def test_chance_is_the_mean_over_all_orders() -> None:
+    qrels = {"one": {"a": 1}, "two": {"a": 1, "c": 1}}
+    pages = ["a", "b", "c", "d"]
+    measured = []
+    for order in itertools.permutations(pages):
+        scores = {page: -float(rank) for rank, page in enumerate(order)}
+        run = dict.fromkeys(qrels, scores)
+        measured.append(evaluate(run, qrels, ["nDCG@10"])["nDCG@10"])
+    expected = chance_ndcg(qrels, n_documents=len(pages))
+    assert statistics.fmean(measured) == pytest.approx(expected)
 
 
 @pytest.mark.slow
