@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from tilefold._internal.garbage import garbage_collection_paused
+from tilefold._internal.memory import cached_device_bytes
 
 # Runs of a function before its first capture. Libraries initialise themselves and kernels are
 # compiled in these runs, because neither may happen during a capture.
@@ -45,20 +46,49 @@ class GraphMemory:
         current_stream.wait_stream(self.stream)
 
     @contextlib.contextmanager
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def capturing(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        *,
+        releases_cache: bool = False,
+    ) -> Iterator[None]:
         """Record the work of the context into a graph instead of running it.
 
-        Other threads may use the GPU in the meantime. The garbage collector is paused, because it
-        could delete another graph, which CUDA does not allow during a capture.
+        Other threads may use the GPU in the meantime, and do not wait. ``torch.cuda.graph`` would
+        first wait for the GPU and free torch's cached memory, so that all threads would wait, and
+        would have to allocate their memory again. A server captures graphs of a new model while the
+        old one answers.
+
+        The garbage collector is paused, because it could delete another graph, which CUDA does not
+        allow during a capture.
+
+        Args:
+            graph: the graph.
+            releases_cache: whether cached memory is freed in any case. Graphs cannot use it. Pass
+                True for large graphs. Otherwise it is freed only if the GPU has less free memory.
+
+        Raises:
+            Exception: the error of the context, or that of CUDA if the work cannot be captured.
         """
-        capture = torch.cuda.graph(
-            graph,
-            pool=self.pool,
-            stream=self.stream,
-            capture_error_mode="thread_local",
-        )
-        with garbage_collection_paused(), capture:
-            yield
+        if releases_cache or _most_free_memory_is_cached(self.stream.device):
+            torch.cuda.synchronize(self.stream.device)
+            torch.cuda.empty_cache()
+        with garbage_collection_paused(), torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                # The stream leaves the capture. CUDA's error is only a consequence.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+
+def _most_free_memory_is_cached(device: torch.device) -> bool:
+    """Return whether torch caches more memory of a GPU than the GPU has free."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return cached_device_bytes(device) > free_bytes
 
 
 def warn_capture_failed(consequence: str, error: Exception, stacklevel: int = 3) -> None:

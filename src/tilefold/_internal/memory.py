@@ -62,9 +62,18 @@ def free_device_bytes(device: torch.device | str) -> int:
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    # torch keeps freed memory, which new tensors can use.
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free_bytes + cached_bytes)
+    return int(free_bytes) + cached_device_bytes(device)
+
+
+def cached_device_bytes(device: torch.device | str) -> int:
+    """Return the number of bytes of a GPU's memory that torch keeps for new tensors.
+
+    Args:
+        device: device such as ``"cuda"`` or ``"cuda:1"``.
+    """
+    import torch
+
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _cgroup_memory_left(folder: Path, files: _MemoryFiles) -> int:

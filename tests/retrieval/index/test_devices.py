@@ -18,6 +18,7 @@ from tilefold import retrieval as r
 from tilefold.cli._common import UsageError
 from tilefold.cli._retrievers import move_to_device
 from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval.index.devices import copy_to_device
 from tilefold.retrieval.index.exact import ExactIndex, Postings
 from tilefold.retrieval.index.opening import gpus_of, open_index
 from tilefold.retrieval.index.segments import Segments
@@ -286,3 +287,28 @@ def test_the_command_line_divides_an_index_among_the_devices_of_a_list(
         move_to_device(dense_index, "cpu,cpu", tmp_path)
     with pytest.raises(UsageError, match=r"--device: .* cannot be searched on cpu,nowhere"):
         move_to_device(index, "cpu,nowhere", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8])
+def test_a_large_tensor_is_copied_to_a_gpu_in_pieces(dtype: torch.dtype) -> None:
+    """The copy is complete on return, also for another stream."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-100, 100, (300_001, 41), generator=generator).to(dtype)
+    device = torch.device("cuda")
+    copy = copy_to_device(rows, device)
+    assert copy.dtype == dtype
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(copy.cpu(), rows)
+
+
+@pytest.mark.gpu
+def test_a_transposed_tensor_is_copied_to_a_gpu_in_pieces() -> None:
+    rows = torch.arange(3_000_000).view(1000, 3000).T
+    copy = copy_to_device(rows, torch.device("cuda"))
+    assert torch.equal(copy.cpu(), rows)
+
+
+def test_a_copy_to_the_cpu_is_the_tensor_itself() -> None:
+    rows = torch.zeros(3_000_000)
+    assert copy_to_device(rows, torch.device("cpu")) is rows

@@ -23,7 +23,12 @@ from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
-from tilefold.retrieval.index.devices import Devices, check_devices, device_list
+from tilefold.retrieval.index.devices import (
+    Devices,
+    check_devices,
+    copy_to_device,
+    device_list,
+)
 from tilefold.retrieval.index.protocol import (
     REMEDY,
     FolderIndex,
@@ -45,7 +50,8 @@ __all__ = ["DenseIndex"]
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _FILE = "vectors.safetensors"
-# Numbers of documents and queries of a block of scores, which takes 64 MB.
+# Numbers of documents and queries of a block of scores, which takes 64 MB. The best of as many
+# scores are selected together, of fewer queries and more documents.
 _BLOCK_DOCUMENTS = 1 << 16
 _BLOCK_QUERIES = 256
 T = TypeVar("T", bound="TorchIndex")
@@ -300,26 +306,58 @@ class DenseIndex(TorchIndex, GrowingIndex):
             The scores and the rows of the best documents, both ``[Q, min(k, N)]``, best first. A
             document that is left out has a score of -infinity.
         """
-        device = queries.device
-        best_scores = queries.new_empty(len(queries), 0)
-        best_rows = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
-        values, scales = self._vectors_for(device)
-        for start in range(0, len(values), _BLOCK_DOCUMENTS):
-            end = start + _BLOCK_DOCUMENTS
-            documents = values[start:end].to(device).float()
-            if scales is not None:
-                documents = documents * scales[start:end, None].to(device)
-            scores = self._scores(queries, documents)
-            if allowed is not None:
-                left_out = torch.from_numpy(~allowed[start:end]).to(device)
-                scores = scores.masked_fill(left_out, -float("inf"))
-            new_scores, new_columns = top_columns(scores, k)
+        # The CPU waits for each selection of the best documents, so few queries have few of them.
+        n_blocks = max(1, _BLOCK_QUERIES // max(1, len(queries)))
+        n_documents = n_blocks * _BLOCK_DOCUMENTS
+        best_scores, best_rows = self._best_rows(queries, k, allowed, 0, n_documents)
+        for start in range(n_documents, len(self.ids), n_documents):
+            new_scores, new_rows = self._best_rows(queries, k, allowed, start, start + n_documents)
             # Earlier documents come first, so that equal scores stay in document order.
             candidate_scores = torch.cat([best_scores, new_scores], 1)
-            candidate_rows = torch.cat([best_rows, new_columns + start], 1)
+            candidate_rows = torch.cat([best_rows, new_rows], 1)
             best_scores, columns = top_columns(candidate_scores, k)
             best_rows = candidate_rows.gather(1, columns)
         return best_scores, best_rows
+
+    def _best_rows(
+        self,
+        queries: Tensor,
+        k: int,
+        allowed: Mask | None,
+        start: int,
+        end: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Find the best of consecutive documents for a block of queries.
+
+        Args:
+            queries: ``[Q, D]`` float32, on the device of the search.
+            k: number of documents per query.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
+            start: row of the first document.
+            end: row after the last document, which may exceed N.
+
+        Returns:
+            Scores and rows ``[Q, min(k, n)]`` of the best of the n documents, as
+            :meth:`_search_block` returns them.
+        """
+        device = queries.device
+        values, scales = self._vectors_for(device)
+        end = min(end, len(values))
+        scores_of_blocks = []
+        for block_start in range(start, end, _BLOCK_DOCUMENTS):
+            rows = slice(block_start, min(block_start + _BLOCK_DOCUMENTS, end))
+            documents = values[rows].to(device).float()
+            if scales is not None:
+                documents = documents * scales[rows, None].to(device)
+            scores_of_blocks.append(self._scores(queries, documents))
+        scores = scores_of_blocks[0]
+        if len(scores_of_blocks) > 1:
+            scores = torch.cat(scores_of_blocks, 1)
+        if allowed is not None:
+            left_out = torch.from_numpy(~allowed[start:end]).to(device)
+            scores = scores.masked_fill(left_out, -float("inf"))
+        best_scores, columns = top_columns(scores, k)
+        return best_scores, columns + start
 
     def _scores(self, queries: Tensor, documents: Tensor) -> Tensor:
         """Return the scores ``[Q, N]`` of queries ``[Q, D]`` and documents ``[N, D]``."""
@@ -337,8 +375,8 @@ class DenseIndex(TorchIndex, GrowingIndex):
             return self._values, self._scales
         if device not in self._copies:
             fits = self._values.nbytes < free_device_bytes(device) // 2
-            values = self._values.to(device) if fits else self._values
-            scales = None if self._scales is None else self._scales.to(device)
+            values = copy_to_device(self._values, device) if fits else self._values
+            scales = None if self._scales is None else copy_to_device(self._scales, device)
             self._copies[device] = (values, scales)
         return self._copies[device]
 
@@ -416,7 +454,7 @@ def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # stable sort of such a row chooses the lowest columns.
     n_selected = values.size(1)
     has_ties = (scores >= values[:, -1:]).sum(1) > n_selected
-    for row in has_ties.nonzero().flatten().tolist():
+    for row in has_ties.cpu().nonzero().flatten().tolist():  # the CPU waits for the device once
         columns[row] = scores[row].sort(descending=True, stable=True).indices[:n_selected]
     # Sorting by column first makes the stable sort by value keep ties in the order of columns.
     columns = columns.sort(dim=1).values

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tilefold._internal.arguments import ArgumentError
 
 Device: TypeAlias = str | torch.device
 Devices: TypeAlias = Device | Sequence[Device]
 """One device, or several that search together. A device may be listed more than once."""
+# Bytes of a large copy to a GPU that are copied at a time. It takes less than a millisecond, for
+# which the small copies of searches may wait.
+_PIECE_BYTES = 4 << 20
 
 
 def device_list(device: Devices) -> list[torch.device]:
@@ -39,3 +44,44 @@ def check_devices(devices: Sequence[torch.device]) -> None:
     """Raise torch's error for a device that does not exist."""
     for device in devices:
         torch.empty(1, device=device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device, without delaying the searches of other threads there.
+
+    A large tensor goes from the CPU to a GPU in pieces, on a CUDA stream of its own. Otherwise the
+    kernels that other threads launch meanwhile would wait for the whole copy. The copy is complete on return, so
+    that kernels on any stream may read it.
+
+    Args:
+        tensor: the tensor, of any shape.
+        device: the device.
+
+    Returns:
+        The copy; the tensor itself if it is on the device.
+    """
+    is_from_cpu_to_gpu = tensor.device.type == "cpu" and device.type == "cuda"
+    if not is_from_cpu_to_gpu or tensor.nbytes <= _PIECE_BYTES:
+        return tensor.to(device)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    source = _bytes_of(tensor.contiguous())
+    target = _bytes_of(copy)
+    # A GPU copies from pinned memory without the help of the CPU.
+    piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The memory of the copy may have been freed while earlier kernels still use it.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for start in range(0, tensor.nbytes, _PIECE_BYTES):
+        source_piece = source[start : start + _PIECE_BYTES]
+        n_bytes = len(source_piece)
+        # numpy copies in this thread, and torch would wake as many threads as there are cores.
+        np.copyto(piece[:n_bytes].numpy(), source_piece.numpy())
+        with torch.cuda.stream(stream):
+            target[start : start + n_bytes].copy_(piece[:n_bytes], non_blocking=True)
+        stream.synchronize()  # before the next bytes replace these
+    return copy
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, uint8 ``[tensor.nbytes]``, in the same memory."""
+    return tensor.view(-1).view(torch.uint8)

@@ -28,6 +28,7 @@ from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.pipeline.ragged import offsets_of, row_ranges
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.errors import ArgumentDataError, DataError
+from tilefold.retrieval.index.devices import copy_to_device
 from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
 from tilefold.retrieval.vectors.tokens import TokenVectors
 
@@ -510,7 +511,7 @@ class DeviceDocuments:
         self.resident: StoredTokens | None = None
         if copy:
             vectors = files.document_range(first_document, end_document)
-            self.resident = vectors.map(lambda tensor: tensor.to(device))
+            self.resident = vectors.map(lambda tensor: copy_to_device(tensor, device))
         # If all documents have the same number of tokens, a GPU takes them as padded documents,
         # whose kernels are faster. 0 if the lengths differ.
         self._common_length = 0

@@ -45,3 +45,65 @@ def test_a_graph_that_is_garbage_is_not_deleted_during_a_capture() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_a_capture_leaves_the_cached_memory_of_other_threads_alone() -> None:
+    """Freeing it would wait for the GPU, and the other threads would allocate it again."""
+    numbers = torch.zeros(8, device="cuda")
+    torch.cuda.empty_cache()
+    cached = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    del cached
+    reserved_bytes = torch.cuda.memory_reserved()
+    graph = capture(GraphMemory(), numbers)
+    assert torch.cuda.memory_reserved() >= reserved_bytes
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("releases_cache", "free_bytes"),
+    [
+        pytest.param(True, None, id="for a large graph"),
+        pytest.param(False, 1 << 20, id="when most free memory is cached"),
+    ],
+)
+def test_a_capture_releases_cached_memory(
+    releases_cache: bool,
+    free_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs cannot use cached memory, so that too little would be left for them."""
+    if free_bytes is not None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 40))
+    numbers = torch.zeros(8, device="cuda")
+    torch.cuda.empty_cache()
+    cached = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    del cached
+    reserved_bytes = torch.cuda.memory_reserved()
+    memory = GraphMemory()
+    graph = torch.cuda.CUDAGraph()
+    with memory.capturing(graph, releases_cache=releases_cache):
+        result = numbers + 1
+    assert torch.cuda.memory_reserved() < reserved_bytes
+    graph.replay()
+    assert result.tolist() == [1.0] * 8
+
+
+@pytest.mark.gpu
+def test_an_error_in_a_capture_is_raised_and_later_captures_work() -> None:
+    numbers = torch.zeros(8, device="cuda")
+    with (
+        pytest.raises(ValueError, match="of the context"),
+        GraphMemory().capturing(torch.cuda.CUDAGraph()),
+    ):
+        numbers + 1
+        raise ValueError("error of the context")
+    assert gc.isenabled()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    graph = torch.cuda.CUDAGraph()
+    with GraphMemory().capturing(graph):
+        result = numbers + 1
+    graph.replay()
+    assert result.tolist() == [1.0] * 8

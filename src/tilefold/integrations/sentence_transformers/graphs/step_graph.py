@@ -223,20 +223,21 @@ class StepGraph:
         with memory.warming_up():
             for _ in range(n_warm_up_runs):
                 self._warm_up(run_encoder, parameters, gradients)
+        # Activations take most of the GPU's memory. The warm-up's are cached, not free.
         self._forward_graph = torch.cuda.CUDAGraph()
-        with memory.capturing(self._forward_graph):
+        with memory.capturing(self._forward_graph, releases_cache=True):
             output, cut = run_encoder(inputs.features())
         # Each ``next`` of this generator runs one part of the backward pass, within the capture
         # around it.
         parts = backward_parts(output, cut, parameters, self._output_gradient)
         upper_positions = set(range(len(parameters))) - self.lower_positions
         self._upper_graph = torch.cuda.CUDAGraph()
-        with memory.capturing(self._upper_graph):
+        with memory.capturing(self._upper_graph, releases_cache=True):
             write_gradients(gradients, next(parts), upper_positions)
         self._lower_graph: torch.cuda.CUDAGraph | None = None
         if self.lower_positions:
             self._lower_graph = torch.cuda.CUDAGraph()
-            with memory.capturing(self._lower_graph):
+            with memory.capturing(self._lower_graph, releases_cache=True):
                 write_gradients(gradients, next(parts), self.lower_positions)
         self._output = output.detach()
 
