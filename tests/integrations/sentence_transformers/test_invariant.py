@@ -273,9 +273,11 @@ def test_a_filler_text_changes_no_vector(
     model = _dense_model(dense_folder)
     accelerate(model, invariant=True)
     texts = ["a card", "", "a lost card of the list"]
+    many_texts = ["a lost card of the list"] * 50
     expected = model.encode(texts, convert_to_tensor=True)
+    expected_of_many = model.encode(many_texts, batch_size=50, convert_to_tensor=True)
     numbers_of_tokens = []
-    monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
+    monkeypatch.setattr(packing, "_takes_filler_text", lambda features: True)
     run_packed = packing.PackedForward._run_packed
 
     def count_tokens(forward: packing.PackedForward, features: Any, kwargs: Any) -> Any:
@@ -284,7 +286,9 @@ def test_a_filler_text_changes_no_vector(
 
     monkeypatch.setattr(packing.PackedForward, "_run_packed", count_tokens)
     assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
-    assert numbers_of_tokens == [16]
+    encoded = model.encode(many_texts, batch_size=50, convert_to_tensor=True)
+    assert torch.equal(encoded, expected_of_many)
+    assert numbers_of_tokens == [16, 512]
 
 
 def test_few_tokens_of_a_gpu_are_padded_to_a_number_that_all_small_layers_multiply_alike(
@@ -323,7 +327,7 @@ def test_a_filler_text_has_token_types_if_the_other_texts_have_them(
     features["token_type_ids"] = torch.ones_like(features["input_ids"])
     with torch.no_grad():
         expected = model(dict(features))["sentence_embedding"]
-        monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
+        monkeypatch.setattr(packing, "_takes_filler_text", lambda features: True)
         assert torch.equal(model(dict(features))["sentence_embedding"], expected)
         features["token_type_ids"].zero_()
         assert not torch.equal(model(dict(features))["sentence_embedding"], expected)
@@ -341,7 +345,7 @@ def test_a_filler_text_needs_no_length_of_the_longest_text(
         del features[name]
     with torch.no_grad():
         expected = model(dict(features))["sentence_embedding"]
-        monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
+        monkeypatch.setattr(packing, "_takes_filler_text", lambda features: True)
         assert torch.equal(model(dict(features))["sentence_embedding"], expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -428,7 +429,7 @@ class PackedForward(Replacement):
             if features["input_ids"].size(1) == 0:
                 return self._run_without_tokens(features, kwargs)
             _check_all_offsets(features)
-            if self.requires_packed and _has_few_rows_of_gpu(features):
+            if self.requires_packed and _takes_filler_text(features):
                 outputs = self._run_with_filler(features, kwargs)
             else:
                 outputs = self._run_packed(features, kwargs)
@@ -501,11 +502,15 @@ class PackedForward(Replacement):
         """Run the forward with a filler text, so that few layers need to pad their rows.
 
         Args:
-            features: packed features of few tokens, to which the output is added.
+            features: packed features, to which the output is added.
             kwargs: other arguments of the forward.
         """
         n_tokens = features["input_ids"].size(1)
-        n_padded = self.padded_token_count(n_tokens)
+        if n_tokens < LEAST_GPU_ROWS:
+            n_padded = self.padded_token_count(n_tokens)
+        else:
+            # Layers divide such a number of rows into groups without padding, which copies rows.
+            n_padded = math.ceil(n_tokens / LEAST_GPU_ROWS) * LEAST_GPU_ROWS
         if n_padded == n_tokens:
             return self._run_packed(features, kwargs)
         filled = with_filler_text(features, n_padded)
@@ -570,16 +575,14 @@ def _layers_by_shape(network: nn.Module) -> list[list[nn.Linear]]:
     return list(layers.values())
 
 
-def _has_few_rows_of_gpu(features: Features) -> bool:
-    """Whether packed features on a GPU have so few tokens that layers would pad their rows.
+def _takes_filler_text(features: Features) -> bool:
+    """Whether layers would pad the rows of packed features, and a filler text is possible.
 
     Args:
         features: the packed features.
     """
-    ids: Tensor = features["input_ids"]
-    is_on_gpu = ids.device.type == "cuda"
-    has_few_tokens = ids.size(1) < LEAST_GPU_ROWS and POOLING_MASK not in features
-    return is_on_gpu and has_few_tokens and not torch.is_grad_enabled()
+    is_on_gpu = features["input_ids"].device.type == "cuda"
+    return is_on_gpu and POOLING_MASK not in features and not torch.is_grad_enabled()
 
 
 def with_filler_text(features: Features, n_tokens: int) -> Features:
