@@ -50,8 +50,8 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device, without delaying the searches of other threads there.
 
     A large tensor goes from the CPU to a GPU in pieces, on a CUDA stream of its own. Otherwise the
-    kernels that other threads launch meanwhile would wait for the whole copy. The copy is complete on return, so
-    that kernels on any stream may read it.
+    kernels that other threads launch meanwhile would wait for the whole copy. The copy is complete
+    on return, so that kernels on any stream may read it.
 
     Args:
         tensor: the tensor, of any shape.
