@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -302,6 +303,27 @@ def test_an_unexpected_error_is_logged_once_and_the_folder_is_watched_on(
     assert record.getMessage() == (
         f"{path} could not be checked for a new generation, and will be checked again: KeyError: 'manifest'"
     )
+
+
+def test_threads_give_way_more_often_while_a_generation_is_opened(
+    path: Path,
+    last: r.SparseVectors,
+    encoder: Served,
+) -> None:
+    """Loading a model computes in Python for long, and requests need Python's lock often."""
+    intervals = []
+
+    def record_and_open(served: Searchable, generation: str) -> Searchable:
+        intervals.append(sys.getswitchinterval())
+        return Searchable(NAME, open_index(path), served.encoder, generation=generation)
+
+    interval = sys.getswitchinterval()
+    with following_server(path, encoder, open_generation=record_and_open) as running:
+        update_index(running.path, last)
+        wait_until(lambda: last.ids[0] in running.ids())
+        wait_until(lambda: sys.getswitchinterval() == pytest.approx(interval))
+    assert intervals == pytest.approx([0.0001])
+    assert intervals[0] < interval
 
 
 def test_the_server_goes_on_without_its_folder(running: Running) -> None:

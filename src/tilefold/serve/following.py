@@ -27,6 +27,7 @@ from tilefold.retrieval.index.opening import gpus_of, opened_parts
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
+from tilefold.serve.threads import switch_interval
 
 __all__ = ["IndexFollower", "IndexSource", "Refusal"]
 
@@ -36,6 +37,9 @@ _RETRY_SECONDS = 30.0
 _MEMORY_SHARE = 0.9
 # Dense indexes of which a copy takes half of the GPU's free memory stay on the CPU.
 _DEVICE_MEMORY_SHARE = 0.5
+# Time after which a thread that computes in Python lets another one run while a generation is
+# opened. Loading a model computes in Python for seconds, and requests must not wait for it.
+_SWITCH_SECONDS = 0.0001
 # Time between two looks for a requested reload, if the folder is not watched.
 _REQUEST_SECONDS = 1.0
 
@@ -256,9 +260,10 @@ class IndexFollower:
         generation: IndexGeneration | None = None
         try:
             generation = await service.run_in_background(read_generation, self.source.path)
-            opened = await service.run_in_background(self._open)
-            generation = opened.generation
-            await self._search_once(opened.searchable)
+            with switch_interval(_SWITCH_SECONDS):
+                opened = await service.run_in_background(self._open)
+                generation = opened.generation
+                await self._search_once(opened.searchable)
         except Exception as error:  # of files, of memory, of the model, or of the device
             self._refuse(generation, error)
             raise ServeError(

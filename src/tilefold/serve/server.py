@@ -11,12 +11,10 @@ import math
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -29,6 +27,7 @@ from tilefold._internal.arguments import ArgumentError
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.loading import Load, LoadingApp, Report
 from tilefold.serve.settings import Limits
+from tilefold.serve.threads import switch_interval
 
 if TYPE_CHECKING:  # the service needs torch, which the server does not wait for
     from fastapi import FastAPI
@@ -47,8 +46,8 @@ _SPARE_SHARE = 4
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _WARNING_INTERVAL_SECONDS = 60.0
 # Time after which a thread that computes in Python lets another one run. A request needs Python's
-# lock some twenty times. With Python's default of 5 ms, it would wait up to 0.1 s while another
-# thread opens an index.
+# lock some twenty times. With Python's default of 5 ms, it would wait up to 0.1 s for another
+# thread.
 _SWITCH_SECONDS = 0.0005
 # A connection *lingers* if its response has been sent, but its client may not have read it yet. It
 # is closed after this time.
@@ -575,21 +574,10 @@ def run(
     service.limits = _limit_to_open_files(service.limits)
     _freeze_garbage_collector()
     try:
-        with _frequent_switches():
+        with switch_interval(_SWITCH_SECONDS):
             Server(app, service, ready).run([bound])
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def _frequent_switches() -> Iterator[None]:
-    """Let threads that compute in Python give way to others more often within the context."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def load_and_run(
@@ -653,7 +641,7 @@ def load_and_run(
         listening=listening,
     )
     try:
-        with _frequent_switches():
+        with switch_interval(_SWITCH_SECONDS):
             server.run([bound])
     finally:
         gc.unfreeze()

@@ -1,16 +1,18 @@
-"""Pool of daemon threads, for functions that may wait for a server that does not answer."""
+"""Pool of daemon threads, for functions that may wait; how often threads give way to others."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Call", "DaemonPool"]
+__all__ = ["Call", "DaemonPool", "switch_interval"]
 
 T = TypeVar("T")
 
@@ -177,3 +179,20 @@ class DaemonPool:
             call = self._waiting.popleft()
         call.run()
         return True
+
+
+@contextmanager
+def switch_interval(seconds: float) -> Iterator[None]:
+    """Set how long a thread may compute in Python before another one runs, within the context.
+
+    It applies to all threads of the process.
+
+    Args:
+        seconds: the time; Python's default is 0.005.
+    """
+    previous = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(previous)
