@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def nan_max(a, b):
-    """Elementwise maximum, which is NaN if either number is."""
+    """Return the larger of two numbers, NaN if one of them is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def log1p(x):
-    """``log(1 + x)``, exact for small ``x``."""
+    """Return ``log(1 + x)``, exact for small ``x``."""
     # log(1 + x) loses small x; the quotient restores it (Kahan)
     u = 1.0 + x
     y = tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0))
@@ -21,15 +21,20 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    """``exp(x) - 1``, with a relative error below 2e-6."""
-    # a series for small x, which exp(x) - 1 loses
+    """Return ``exp(x) - 1``, with a relative error below 2e-6."""
+    # exp(x) - 1 loses the digits of small x, for which a series is exact
     series = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0)))))
     return tl.where(tl.abs(x) < 0.125, series, tl.exp(x) - 1.0)
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Apply an activation of :data:`tilefold.ops._shared.activation.ACTIVATIONS`. NaN stays NaN."""
+    """Apply an activation; NaN stays NaN.
+
+    Args:
+        x: logits.
+        ACTIVATION: a name of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
+    """
     if ACTIVATION == "softplus":
         return nan_max(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
     elif ACTIVATION == "none":
@@ -45,7 +50,12 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope_from_score(y, ACTIVATION: tl.constexpr):
-    """``act'(x)`` in terms of ``y = act(x)``. NaN stays NaN."""
+    """Return the derivative of an activation at the logit that has a given score; NaN stays NaN.
+
+    Args:
+        y: scores, the activated logits.
+        ACTIVATION: a name of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
+    """
     if ACTIVATION == "softplus":
         return -expm1(-y)
     elif ACTIVATION == "none":
@@ -62,7 +72,12 @@ def slope_from_score(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def slope_from_logit(x, ACTIVATION: tl.constexpr):
-    """``act'(x)``, elementwise. NaN stays NaN."""
+    """Return the derivative of an activation at a logit; NaN stays NaN.
+
+    Args:
+        x: logits.
+        ACTIVATION: a name of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
+    """
     if ACTIVATION == "softplus":
         return 1.0 / (1.0 + tl.exp(-x))
     elif ACTIVATION == "none":
@@ -78,9 +93,15 @@ def slope_from_logit(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gradient_from_score(grad, y, ACTIVATION: tl.constexpr):
-    """Return ``grad * act'(x)`` in terms of ``y = act(x)``, 0 where the activation is flat.
+    """Return the gradient of logits from that of their scores.
 
-    This is 0 also for an infinite or NaN ``grad``, as in torch's own gradient of ``relu``.
+    It is 0 where the activation is flat, even for an infinite or NaN gradient, as in torch's
+    ``relu``.
+
+    Args:
+        grad: gradient of the scores.
+        y: scores, the activated logits.
+        ACTIVATION: a name of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
     """
     gradient = grad * slope_from_score(y, ACTIVATION)
     if ACTIVATION == "softplus" or ACTIVATION == "none":
@@ -91,9 +112,15 @@ def gradient_from_score(grad, y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gradient_from_logit(grad, x, ACTIVATION: tl.constexpr):
-    """Return ``grad * act'(x)``, 0 where the activation is flat.
+    """Return the gradient of logits from that of their scores.
 
-    This is 0 also for an infinite or NaN ``grad``, as in torch's own gradient of ``relu``.
+    It is 0 where the activation is flat, even for an infinite or NaN gradient, as in torch's
+    ``relu``.
+
+    Args:
+        grad: gradient of the scores.
+        x: logits.
+        ACTIVATION: a name of :data:`tilefold.ops._shared.activation.ACTIVATIONS`.
     """
     gradient = grad * slope_from_logit(x, ACTIVATION)
     if ACTIVATION == "softplus" or ACTIVATION == "none":

@@ -35,7 +35,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def saturated(a, b, c):
-    """``a b + c``, clamped to [0, 1] by a single multiply-add instruction; NaN becomes 0."""
+    """Return ``a b + c``, clamped to [0, 1], in one multiply-add instruction.
+
+    NaN becomes 0.
+    """
     if PLAIN:
         x = a * b + c
         return tl.where(x > 0, tl.minimum(x, 1.0), 0.0)  # 0 for NaN, as the instruction has it
@@ -52,7 +55,7 @@ def saturated(a, b, c):
 
 @triton.jit
 def log2_of(x):
-    """``log2(x)`` in one instruction; ``-inf`` below :data:`SMALLEST`."""
+    """Return ``log2(x)`` in one instruction, and ``-inf`` for ``x`` below :data:`SMALLEST`."""
     if PLAIN:
         return tl.where(x >= SMALLEST, tl.log2(tl.maximum(x, SMALLEST)), float("-inf"))
     else:
@@ -68,7 +71,7 @@ def log2_of(x):
 
 @triton.jit
 def power_of_2(x):
-    """``2^x`` in one instruction; 0 at ``-inf``."""
+    """Return ``2^x`` in one instruction, and 0 for ``x = -inf``."""
     if PLAIN:
         return tl.exp2(x)
     else:
@@ -84,9 +87,16 @@ def power_of_2(x):
 
 @triton.jit
 def needs_care(e, KIND: tl.constexpr):
-    """Return whether alpha is so close to 1 that the logarithm of ``x`` needs a series.
+    """Return whether alpha is so close to 1 that ``log p`` needs a series.
 
-    ``e`` and the result are scalars.
+    There ``log p = log(x) / (alpha - 1)`` would multiply the rounding error of ``log(x)`` too much.
+
+    Args:
+        e: scalar ``alpha - 1``.
+        KIND: kind of alpha.
+
+    Returns:
+        A scalar.
     """
     if (KIND == "gentle") | (KIND == "steep"):
         return False
@@ -98,7 +108,12 @@ def needs_care(e, KIND: tl.constexpr):
 
 @triton.jit
 def is_steep(e, KIND: tl.constexpr):
-    """Return whether alpha is above 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
+    """Return whether alpha is above 1.5, where ``p^(1 - 2 e)`` would be a negative power.
+
+    Args:
+        e: scalar ``alpha - 1``.
+        KIND: kind of alpha.
+    """
     if KIND == "gentle":
         return False
     elif KIND == "steep":
@@ -109,23 +124,30 @@ def is_steep(e, KIND: tl.constexpr):
 
 @triton.jit
 def root_power(d, c, e):
-    """``x = [c - e d]_+``, positive on the support only."""
+    """Return ``x = p^e = [c - e d]_+``, which is positive on the support only.
+
+    Args:
+        d: distances of scores below the peak of their row.
+        c: ``p_max^e``, the power ``x`` of the largest weight.
+        e: ``alpha - 1``.
+    """
     zero = tl.zeros_like(d)
     return saturated(d, zero - e, zero + c)
 
 
 @triton.jit
 def log2_weight(d, x, y, e, careful):
-    """``log2 p`` of distances ``d`` on the support.
+    """Return ``log2 p`` of distances on the support.
 
     Off the support the result is any number up to its value on the border.
 
     Args:
-        d: distances.
+        d: distances of scores below the peak of their row.
         x: :func:`root_power` of the distances.
-        y: unknown of each row.
+        y: ``log p_max``, the unknown of each row.
         e: ``alpha - 1``.
-        careful: :func:`needs_care` of alpha.
+        careful: :func:`needs_care` of alpha. Then the series of ``-log(1 - u) / u`` replaces the
+            logarithm for small ``u = e d / c``.
     """
     rate = 1 / tl.maximum(e, 1e-30)
     if careful:
@@ -143,9 +165,15 @@ def log2_weight(d, x, y, e, careful):
 
 @triton.jit
 def weight_power(d, x, y, a, e, careful):
-    """``p^a`` on the support, and 0 elsewhere, for ``0 <= a <= 1``.
+    """Return ``p^a`` on the support, and 0 elsewhere.
 
-    Args are as in :func:`log2_weight`.
+    Args:
+        d: distances of scores below the peak of their row.
+        x: :func:`root_power` of the distances.
+        y: ``log p_max``, the unknown of each row.
+        a: the exponent, from 0 to 1.
+        e: ``alpha - 1``.
+        careful: :func:`needs_care` of alpha.
     """
     if careful:
         power = tl.where(
@@ -161,18 +189,24 @@ def weight_power(d, x, y, a, e, careful):
 
 @triton.jit
 def weight(d, y, c, e, careful, KIND: tl.constexpr):
-    """``p`` of distances; see :func:`weight_and_slope`."""
+    """Return the weights ``p`` of distances.
+
+    The arguments are those of :func:`weight_and_slope`.
+    """
     p, _u = weight_and_slope(d, y, c, e, careful, KIND)
     return p
 
 
 @triton.jit
 def weight_and_slope(d, y, c, e, careful, KIND: tl.constexpr):
-    """``p``, and ``u = p^(1-e)`` on the support.
+    """Return the weights ``p`` of distances, and their slopes ``u = p^(1-e)``.
+
+    Both are 0 off the support.
 
     Args:
-        d: distances, times ``e`` for entmax15 and sparsemax.
-        y: unknown of each row.
+        d: distances of scores below the peak of their row, multiplied by ``e`` for entmax15 and
+            sparsemax.
+        y: the unknown of each row: ``p_max^e`` for entmax15 and sparsemax, ``log p_max`` otherwise.
         c: :func:`peak_power` of ``y``.
         e: ``alpha - 1``.
         careful: :func:`needs_care` of alpha.
@@ -196,10 +230,19 @@ def weight_and_slope(d, y, c, e, careful, KIND: tl.constexpr):
 
 @triton.jit
 def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
-    """Terms of F, U and Q for every distance.
+    """Return the terms of the row sums F, U and Q for every distance.
 
-    From alpha = 1.5 on, the terms of Q are 1 on the support. Args are as in
-    :func:`weight_and_slope`.
+    F sums the weights ``p``, U sums ``p^(1-e)`` and Q sums ``p^(1-2e)``. From alpha = 1.5 on, the
+    terms of Q are 1 on the support, where the power would be 0 or negative.
+
+    Args:
+        d: distances of scores below the peak of their row, multiplied by ``e`` for entmax15 and
+            sparsemax.
+        y: the unknown of each row: ``p_max^e`` for entmax15 and sparsemax, ``log p_max`` otherwise.
+        c: :func:`peak_power` of ``y``.
+        e: ``alpha - 1``.
+        careful: :func:`needs_care` of alpha.
+        KIND: kind of alpha.
     """
     if KIND == "entmax15":
         u = tl.maximum(y - d, 0.0)
@@ -239,19 +282,27 @@ def row_terms(d, y, c, e, careful, KIND: tl.constexpr):
 
 @triton.jit
 def _add3(f, u, q, other_f, other_u, other_q):
+    """Add three sums to three others, as a reduction needs it."""
     return f + other_f, u + other_u, q + other_q
 
 
 @triton.jit
 def _add2(f, u, other_f, other_u):
+    """Add two sums to two others, as a reduction needs it."""
     return f + other_f, u + other_u
 
 
 @triton.jit
 def sum_terms(f, u, q, KIND: tl.constexpr):
-    """F, U and Q of rows from their terms ``[rows, columns]``.
+    """Return the row sums F, U and Q of the terms of :func:`row_terms`.
 
     They are summed in one reduction, so that not all terms need registers at the same time.
+
+    Args:
+        f: terms of F, ``[rows, columns]``.
+        u: terms of U, of the same shape.
+        q: terms of Q, of the same shape.
+        KIND: kind of alpha. Softmax has three equal sums, and sparsemax two.
     """
     if KIND == "softmax":
         f = tl.sum(f, axis=1)
@@ -271,14 +322,21 @@ def sum_terms(f, u, q, KIND: tl.constexpr):
 
 @triton.jit
 def row_sums(d, y, c, e, careful, KIND: tl.constexpr):
-    """F, U and Q of the rows of a tile of distances ``[rows, columns]``."""
+    """Return the row sums F, U and Q of a tile of distances, ``[rows, columns]``.
+
+    The arguments are those of :func:`row_terms`.
+    """
     f, u, q = row_terms(d, y, c, e, careful, KIND)
     return sum_terms(f, u, q, KIND)
 
 
 @triton.jit
 def row_peak(s):
-    """Maximum of each row of ``[rows, columns]``; NaN if the row has one."""
+    """Return the maximum of each row, NaN if the row contains one.
+
+    Args:
+        s: scores ``[rows, columns]``.
+    """
     if INTERPRETED:
         broken = s != s
         return tl.where(
@@ -292,7 +350,16 @@ def row_peak(s):
 
 @triton.jit
 def bracket(n, e, KIND: tl.constexpr):
-    """Lower and upper bound of the root of a row of ``n >= 1`` entries."""
+    """Return a lower and an upper bound of the root of each row.
+
+    The largest of ``n`` weights that sum to 1 is between ``1 / n`` and 1.
+
+    Args:
+        n: number of entries of each row, at least 1.
+        e: ``alpha - 1``.
+        KIND: kind of alpha. The root is ``p_max^e`` for entmax15 and sparsemax, ``log p_max``
+            otherwise.
+    """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         low = tl.exp(-e * tl.log(n)) * (1 - 1e-6)
         high = tl.zeros_like(low) + 1.0
@@ -304,9 +371,15 @@ def bracket(n, e, KIND: tl.constexpr):
 
 @triton.jit
 def middle(low, high, e, KIND: tl.constexpr):
-    """Starting point between the bounds of the root, halfway in ``c``.
+    """Return a starting point between the bounds of the root, halfway in ``c = p_max^e``.
 
-    From halfway in the logarithm of ``c`` more steps would follow.
+    More steps would follow from halfway in the logarithm of ``c``.
+
+    Args:
+        low: lower bound of the root.
+        high: upper bound of the root.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
     """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return 0.5 * (low + high)
@@ -319,7 +392,13 @@ def middle(low, high, e, KIND: tl.constexpr):
 
 @triton.jit
 def peak_power(y, e, KIND: tl.constexpr):
-    """``c = p_max^e`` for the general kinds, and ``y`` itself for the closed forms."""
+    """Return ``c = p_max^e`` for the general kinds, and ``y`` itself for the closed forms.
+
+    Args:
+        y: the unknown of each row.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+    """
     if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
         return y
     else:
@@ -340,17 +419,17 @@ def next_root(
     KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
-    """Make a safeguarded step of the root, after an evaluation at ``y``.
+    """Make a safeguarded step towards the root of each row, after an evaluation at ``y``.
 
     The step is Halley's on ``F^e = 1``: Newton's step divided by ``1 - damping``. The derivation is
-    in ``_shared/entmax_root.py``. A step that leaves the bracket, or that follows one which did not
-    halve the residual, is replaced by a bisection.
+    in ``_shared/entmax_root.py``. A bisection replaces a step that leaves the bracket, and a step
+    after one that did not halve the residual.
 
     Args:
-        y: unknown of each row.
-        f: F at ``y``.
-        u: U at ``y``.
-        q: Q at ``y``.
+        y: the unknown of each row: ``p_max^e`` for entmax15 and sparsemax, ``log p_max`` otherwise.
+        f: row sum F of the weights at ``y``; 1 at the root.
+        u: row sum U of ``p^(1-e)`` at ``y``.
+        q: row sum Q of ``p^(1-2e)`` at ``y``.
         low: lower bound of the root.
         high: upper bound of the root.
         previous_residual: residual ``|F - 1|`` of the previous evaluation.
@@ -410,9 +489,18 @@ def next_root(
 
 @triton.jit
 def alpha_terms(p, u, e):
-    """Elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``."""
+    """Return the terms A and B of each entry for the gradient with respect to alpha.
+
+    The gradient of a row's weights is ``dp/dalpha = (B sum A - A sum B) / sum u``.
+
+    Args:
+        p: weights.
+        u: slopes ``p^(1-e)`` of the weights.
+        e: ``alpha - 1``.
+    """
     log_p = log2_of(tl.maximum(p, SMALLEST)) * LN2  # finite where a weight is 0
     w = -e * log_p
+    # (u - b) / e^2 loses its digits for small w, where a series replaces it.
     series = 1 / 2 + w * (1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w / 5040))))
     b = p * (1 + w)
     inverse = 1 / tl.maximum(e, 1e-15)

@@ -12,7 +12,7 @@ _INTERPRETED = tl.constexpr(triton_interpreted())
 
 @triton.jit
 def mask_if(mask, condition):
-    """``mask`` if ``condition`` is true, else a mask of zeros.
+    """Return ``mask`` if a condition is true, else a mask of zeros.
 
     The interpreter broadcasts a condition as integers, which its loads and stores refuse as a mask
     from Triton 3.9 on.
@@ -29,10 +29,13 @@ def mask_if(mask, condition):
 
 @triton.jit
 def narrowed(value):
-    """``value``, int32 or int64, as int32.
+    """Convert offsets or indices to int32.
 
-    A value that int32 does not hold, or that is negative, becomes -1, which every check of offsets
-    and indices refuses. Its lower 32 bits could be a valid index.
+    A value that is negative, or that int32 cannot represent, becomes -1, which every check of
+    offsets and indices refuses. Its lower 32 bits could be a valid index.
+
+    Args:
+        value: int32 or int64.
     """
     if value.dtype == tl.int64:
         value = tl.where((value >= 0) & (value <= 2147483647), value, -1).to(tl.int32)

@@ -53,17 +53,29 @@ def ordered_product_kernel(
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Multiply ``ROWS`` rows by ``COLUMNS`` columns; K is a multiple of 64.
+    """Compute a tile of ``rows @ weight.T + bias``, adding products in the order of the inputs.
 
-    Weights are loaded 64 inputs before they are used, which hides the time of memory. Loads need no
-    masks, which would take more instructions than the products: rows and columns that do not exist
-    are read as the last ones, and the weights after the last ones as those before.
+    A thread computes one column of ``ROWS`` rows. A step of the loop multiplies 64 inputs, in 16
+    groups of four. The weights of a group are loaded one step before they are used, so that their
+    load overlaps with products.
+
+    No load has a mask, which would take more instructions than the products. Rows and columns after
+    the last one read the last one instead, and are not stored. The last step loads its own weights
+    again.
+
+    Grid: ``[ceil(N / COLUMNS), ceil(M / ROWS)]``.
 
     Args:
         rows_ptr: fp32 rows ``[M, K]``.
         weight_ptr: fp32 weight ``[N, K]``.
         bias_ptr: fp32 bias ``[N]``; not read without ``HAS_BIAS``.
         out_ptr: fp32 result ``[M, N]``; written.
+        M: number of rows.
+        N: number of columns.
+        K: number of inputs, a multiple of 64.
+        ROWS: rows of a program.
+        COLUMNS: columns of a program.
+        HAS_BIAS: whether there is a bias.
     """
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -73,6 +85,7 @@ def ordered_product_kernel(
     row_pointers = rows_ptr + row[:, None] * K + k[None, :]
     weight_pointers = weight_ptr + column[:, None].to(tl.int64) * K + k[None, :]
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # One variable for each group, since Triton has no arrays of tiles in registers.
     w0 = tl.load(weight_pointers)
     w1 = tl.load(weight_pointers + 4)
     w2 = tl.load(weight_pointers + 8)

@@ -14,7 +14,15 @@ from tilefold.ops._shared._triton.activation import nan_max
 
 @triton.jit
 def _scores(x_ptr, offs, cols, n, mask_r):
-    """Load scores ``[BLOCK_R, BLOCK_N]`` in fp32, -inf past the end of a row."""
+    """Load scores ``[BLOCK_R, BLOCK_N]`` in fp32, -inf after the end of a row.
+
+    Args:
+        x_ptr: scores ``[R, n]``.
+        offs: offset of each row's first score, ``[BLOCK_R]``.
+        cols: columns to load, ``[BLOCK_N]``.
+        n: number of columns.
+        mask_r: which rows exist, ``[BLOCK_R]``.
+    """
     return tl.load(
         x_ptr + offs[:, None] + cols[None, :],
         mask=mask_r[:, None] & (cols < n)[None, :],
@@ -24,7 +32,14 @@ def _scores(x_ptr, offs, cols, n, mask_r):
 
 @triton.jit
 def _distances(s, peak, e, KIND: tl.constexpr):
-    """Return distances from the maximum, times e for closed forms, and inf past a row's end."""
+    """Return the distances of scores below the peak of their row, inf after the row's end.
+
+    Args:
+        s: scores ``[BLOCK_R, BLOCK_N]``.
+        peak: the largest score of each row.
+        e: ``alpha - 1`` of each row.
+        KIND: kind of alpha. The distances of entmax15 and sparsemax are multiplied by ``e``.
+    """
     d = peak[:, None] - s
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e[:, None]
@@ -33,7 +48,15 @@ def _distances(s, peak, e, KIND: tl.constexpr):
 
 @triton.jit
 def _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA: tl.constexpr):
-    """Load ``e = alpha - 1`` of each row."""
+    """Return ``alpha - 1`` of each row.
+
+    Args:
+        alpha_ptr: alpha ``[R]``, read with ``HAS_ALPHA``.
+        alpha_value: alpha of all rows without ``HAS_ALPHA``.
+        rows: rows ``[BLOCK_R]``.
+        mask_r: which rows exist.
+        HAS_ALPHA: whether each row has its own alpha.
+    """
     if HAS_ALPHA:
         return tl.load(alpha_ptr + rows, mask=mask_r, other=1.5).to(tl.float32) - 1
     else:
@@ -58,17 +81,38 @@ def _forward_kernel(
 ):
     """Compute probabilities and support sizes of ``BLOCK_R`` rows.
 
-    Grid: ``[ceil(R / BLOCK_R)]``. ``x``, ``out``: ``[R, n]``. ``alpha``: ``[R]``, or ``None``
-    without ``HAS_ALPHA``. ``support``: ``[R]`` int32.
+    An iteration finds the root ``y`` of each row, at which the weights ``p = [c - (alpha - 1)
+    d]_+^(1 / (alpha - 1))`` of its distances ``d`` below the peak sum to 1.
+    ``_shared/entmax_root.py`` derives it.
+
+    Grid: ``[ceil(R / BLOCK_R)]``.
+
+    Args:
+        x_ptr: scores ``[R, n]``.
+        alpha_ptr: alpha ``[R]``, or ``None`` without ``HAS_ALPHA``.
+        out_ptr: probabilities ``[R, n]``; written. NaN for rows with a NaN, an infinite score or an
+            invalid alpha, and 0 for rows of which all scores are -inf.
+        support_ptr: number of positive probabilities of each row, ``[R]`` int32; written.
+        R: number of rows.
+        n: number of columns.
+        alpha_value: alpha of all rows without ``HAS_ALPHA``.
+        BLOCK_R: rows of a program.
+        BLOCK_N: columns of a tile.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each row has its own alpha.
+        RESIDENT: whether a row fits in one tile, which stays in registers. Otherwise each
+            evaluation reads the row again.
+        TOLERANCE: error of a row's sum at which its root counts as reached.
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
     columns = tl.arange(0, BLOCK_N)
-    # Entries are gathered into a tile and reduced after the loop: once per row instead of once per
-    # tile, and Triton 3.6 fails on a maximum or sum of a loop's loads that is used twice
-    # (OptimizeThreadLocality).
+    # Step 1: the largest score of each row.
+    # The loop takes the maximum of tiles entry by entry, and the tile is reduced once, after it.
+    # A reduction in the loop would cost more, and Triton 3.6 (OptimizeThreadLocality) fails on one
+    # whose result is used twice.
     if RESIDENT:
         s = _scores(x_ptr, offs, columns, n, mask_r)
         peak = entmax.row_peak(s)
@@ -84,6 +128,7 @@ def _forward_kernel(
     peak = tl.where(is_idle, 0.0, peak)
     e = tl.where(broken, 1.0, e)
 
+    # Step 2: the root of each row.
     low, high = entmax.bracket(tl.zeros_like(peak) + n, e, KIND)
     y = entmax.middle(low, high, e, KIND)
     mass = tl.zeros_like(peak) + 1.0
@@ -144,6 +189,7 @@ def _forward_kernel(
             evaluation + 1,
         )
 
+    # Step 3: the probabilities, divided by their sum.
     scale = tl.where(empty, 0.0, 1.0 / mass)
     c = entmax.peak_power(y, e, KIND)
     support = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
@@ -168,7 +214,22 @@ def _forward_kernel(
 
 @triton.jit
 def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
-    """Load the gradient of the output and the probability of a tile, and compute its slope."""
+    """Load the gradients and probabilities of a tile, and compute the slopes ``u = p^(2 - alpha)``.
+
+    Args:
+        dp_ptr: gradients of the probabilities, ``[R, n]``.
+        p_ptr: probabilities ``[R, n]``.
+        offs: offset of each row's first entry, ``[BLOCK_R]``.
+        cols: columns of the tile, ``[BLOCK_N]``.
+        n: number of columns.
+        mask_r: which rows exist, ``[BLOCK_R]``.
+        e: ``alpha - 1`` of each row.
+        KIND: kind of alpha.
+
+    Returns:
+        Gradients, probabilities and slopes ``[BLOCK_R, BLOCK_N]`` in fp32. Slopes are 0 off the
+        support, and NaN for a probability that is NaN.
+    """
     inside = mask_r[:, None] & (cols < n)[None, :]
     grad = tl.load(dp_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     p = tl.load(p_ptr + offs[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -208,41 +269,69 @@ def _backward_kernel(
 ):
     """Compute the gradients of the scores and of alpha, for ``BLOCK_R`` rows.
 
-    Grid: ``[ceil(R / BLOCK_R)]``. ``dp``, ``p``, ``dx``: ``[R, n]``. ``alpha``: ``[R]``, or
-    ``None`` without ``HAS_ALPHA``. ``dalpha``: ``[R]`` fp32, written if ``NEED_ALPHA``.
+    With the slopes ``u = p^(2 - alpha)`` and ``mean = sum(u dp) / sum(u)`` of a row, ``dx = u (dp -
+    mean)``. The gradient of alpha is ``(sum(A) sum(B dp) - sum(B) sum(A dp)) / sum(u)``, with the
+    terms A and B of :func:`entmax.alpha_terms`.
+
+    Grid: ``[ceil(R / BLOCK_R)]``.
+
+    Args:
+        dp_ptr: gradients of the probabilities, ``[R, n]``.
+        p_ptr: probabilities ``[R, n]`` of the forward pass.
+        alpha_ptr: alpha ``[R]``, or ``None`` without ``HAS_ALPHA``.
+        dx_ptr: gradients of the scores, ``[R, n]``; written with ``NEED_X``.
+        dalpha_ptr: gradients of alpha, ``[R]`` fp32; written with ``NEED_ALPHA``.
+        R: number of rows.
+        n: number of columns.
+        alpha_value: alpha of all rows without ``HAS_ALPHA``.
+        BLOCK_R: rows of a program.
+        BLOCK_N: columns of a tile.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each row has its own alpha.
+        RESIDENT: whether a row fits in one tile, which stays in registers. Otherwise it is read
+            twice.
+        NEED_X: whether the gradients of the scores are needed.
+        NEED_ALPHA: whether the gradients of alpha are needed.
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
     columns = tl.arange(0, BLOCK_N)
-    zeros = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)  # sums are gathered in tiles, as in forward
+    zeros = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)  # sums of tiles, reduced after the loop
     if RESIDENT:
         grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, columns, n, mask_r, e, KIND)
-        total, product = u, u * grad
+        slopes, slope_products = u, u * grad
         if NEED_ALPHA:
             a, b = entmax.alpha_terms(p, u, e[:, None])
             sum_a, sum_b, dot_a, dot_b = a, b, a * grad, b * grad
     else:
-        total, product, sum_a, sum_b, dot_a, dot_b = zeros, zeros, zeros, zeros, zeros, zeros
+        slopes, slope_products, sum_a, sum_b, dot_a, dot_b = (
+            zeros,
+            zeros,
+            zeros,
+            zeros,
+            zeros,
+            zeros,
+        )
         for n0 in range(0, n, BLOCK_N):
             grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, n0 + columns, n, mask_r, e, KIND)
-            total += u
-            product += u * grad
+            slopes += u
+            slope_products += u * grad
             if NEED_ALPHA:
                 a, b = entmax.alpha_terms(p, u, e[:, None])
                 sum_a += a
                 sum_b += b
                 dot_a += a * grad
                 dot_b += b * grad
-    mass = tl.sum(total, axis=1)
-    mass = tl.where(mass == 0, 1.0, mass)
+    slope_sum = tl.sum(slopes, axis=1)
+    slope_sum = tl.where(slope_sum == 0, 1.0, slope_sum)
     if NEED_ALPHA:
-        slope = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1)
-        slope -= tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
-        tl.store(dalpha_ptr + rows, slope / mass, mask=mask_r)
+        dalpha = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1)
+        dalpha -= tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
+        tl.store(dalpha_ptr + rows, dalpha / slope_sum, mask=mask_r)
     if NEED_X:
-        mean = (tl.sum(product, axis=1) / mass)[:, None]
+        mean = (tl.sum(slope_products, axis=1) / slope_sum)[:, None]
         for n0 in range(0, n, BLOCK_N):
             cols = n0 + columns
             if not RESIDENT:
