@@ -15,10 +15,17 @@ from tilefold.ops.entmax_attention._triton.rows import LANES, lane_sums
 
 @triton.jit(do_not_specialize=["tiles", "words", "blocks"])
 def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks):
-    """List the live key blocks of a tile of queries, from its row of the map.
+    """List the live blocks of keys of each tile of queries, from the map.
 
-    Grid: ``[query tiles, H]``. ``live``: bits ``[H, tiles, words]``, one for each block. Writes
-    ``key_list`` ``[H, tiles, blocks]`` and ``key_count`` ``[H, tiles]``.
+    Grid: ``[query tiles, H]``.
+
+    Args:
+        live_ptr: map of live blocks, bits ``[H, tiles, words]``.
+        key_list_ptr: live blocks of each tile, ``[H, tiles, blocks]``; written.
+        key_count_ptr: number of live blocks of each tile, ``[H, tiles]``; written.
+        tiles: tiles of queries of the batch.
+        words: words of a tile's row of the map.
+        blocks: the most blocks of a tile.
     """
     row = tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     lanes = tl.arange(0, 32)
@@ -26,8 +33,7 @@ def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks
     for word in range(words):
         flags = (tl.load(live_ptr + row * words + word) >> lanes) & 1
         list_index = count + tl.cumsum(flags, axis=0) - flags
-        # tiles beyond the last sequence were never written: whatever their words hold stays in
-        # their row
+        # The words of tiles after the last sequence were never written, and may hold any bits.
         tl.store(
             key_list_ptr + row * blocks + list_index,
             word * 32 + lanes,
@@ -75,12 +81,29 @@ def query_lists_kernel(
     KEYS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """List the tiles of queries in which a block of a tile of keys is live.
+    """List the tiles of queries for which a tile of keys has a live block.
 
-    Grid: ``[key tiles, H]``. ``live``: bits ``[H, tiles, words]``, one for each block of
-    ``BLOCK_N`` keys. Writes ``query_count`` ``[H, key tiles]`` and ``query_list``, tiles within the
-    sequence. A sequence has space for all its tiles of queries in each of its tiles of keys, which
-    are ``spans`` at most.
+    Grid: ``[key tiles, H]``.
+
+    Args:
+        live_ptr: map of live blocks of ``BLOCK_N`` keys, bits ``[H, tiles, words]``.
+        query_list_ptr: tiles of queries within their sequence; written. A sequence has space for
+            all its tiles of queries, for each of its tiles of keys.
+        query_count_ptr: number of listed tiles, ``[H, key tiles]``; written.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]`` of packed sequences.
+        q_start_ptr: first tile of queries of each sequence, see :func:`write_table`.
+        k_batch_ptr, k_start_ptr: tables of the tiles of keys.
+        Nq, Nk: numbers of queries and keys of a padded sequence.
+        Tq, Tk: numbers of queries and keys of a packed batch.
+        B: number of sequences.
+        tiles_per, key_tiles_per: tiles of queries and of keys of a padded sequence.
+        tiles: tiles of queries of the batch.
+        words: words of a tile's row of the map.
+        spans: the most tiles of keys of a sequence.
+        BLOCK_M: queries of a tile.
+        BLOCK_N: keys of a block.
+        KEYS: keys of a tile, one or several blocks.
+        PACKED: whether the batch is packed.
     """
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
@@ -102,10 +125,10 @@ def query_lists_kernel(
             first = tl.load(q_start_ptr + b)
         else:
             first = b * tiles_per
-        block = n0 // BLOCK_N  # the tile's blocks share a word: their number divides 32
+        block = n0 // BLOCK_N  # A tile's blocks share a word, since their number divides 32.
         n_tiles = (q_len + BLOCK_M - 1) // BLOCK_M
         fits = (n0 // KEYS < spans) & (first + n_tiles <= tiles)
-        n_tiles = tl.where(fits, n_tiles, 0)  # broken offsets must not read or write elsewhere
+        n_tiles = tl.where(fits, n_tiles, 0)  # for invalid offsets, nothing is read or written
         query_list_ptr += (h.to(tl.int64) * tiles + first) * spans + (n0 // KEYS) * n_tiles
         count = tl.zeros((), tl.int32)
         for t0 in range(0, n_tiles, 128):
@@ -123,13 +146,19 @@ def query_lists_kernel(
 def load_stats(stats_ptr, offs, size, mask):
     """Load the peaks and roots of rows.
 
-    A row that sees no keys, or is after the end, has an infinite peak, so that its weights are
-    zero.
+    The peak of a row without keys, or after the last row, is infinity. Every distance is then
+    infinite, and every weight 0.
+
+    Args:
+        stats_ptr: statistics of the rows, ``size`` apart.
+        offs: offsets of the rows.
+        size: number of rows of the batch.
+        mask: rows that exist.
     """
     peak = tl.load(stats_ptr + offs, mask=mask, other=float("-inf"))
     y = tl.load(stats_ptr + size + offs, mask=mask, other=0.0)
     empty = peak == float("-inf")
-    return tl.where(empty, float("inf"), peak), y  # an infinite peak makes every distance infinite
+    return tl.where(empty, float("inf"), peak), y
 
 
 @triton.jit(do_not_specialize=[*of_tile.UNSPECIALIZED, "tiles", "blocks"])
@@ -203,11 +232,65 @@ def dq_kernel(
     NEED_ALPHA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradients of a tile of queries, and their delta, which :func:`dkv_kernel` reads.
+    """Compute the gradients of a tile of queries, and their ``delta`` for :func:`dkv_kernel`.
 
-    Grid: ``[query tiles, H]``. With ``LISTS`` it visits the live blocks of ``BLOCK_N`` keys,
-    otherwise all blocks with a key that the queries may attend to. Writes ``dq`` with ``NEED_Q``,
-    ``delta``, and with ``NEED_ALPHA`` the ``terms`` of dalpha, one for each query.
+    With the slopes ``u = p^(2 - alpha)``, the gradient of a score is ``ds = u (dp - delta)``, where
+    ``delta`` is the mean of a row's ``dp`` weighted by its slopes, ``dout . out2``. Then
+    ``dq = scale * ds @ k``.
+
+    Grid: ``[query tiles, H]``. A program visits the live blocks of keys if these are listed,
+    otherwise all blocks that its queries may attend to.
+
+    Args:
+        q_ptr: queries ``[B, H, Nq, D]``. All tensors of tokens may be packed, and then hold the
+            tokens of all sequences without padding.
+        k_ptr: keys ``[B, Hkv, Nk, D]``.
+        v_ptr: values, shaped like the keys.
+        dout_ptr: gradient of the output.
+        out2_ptr: output with the slopes in place of the weights.
+        dq_ptr: gradient of the queries; written with ``NEED_Q``.
+        delta_ptr: delta of each query; written.
+        terms_ptr: gradient of alpha of each query, to be summed over queries; written with
+            ``NEED_ALPHA``.
+        stats_ptr: peak, root, mass and support of each query, ``stat_size`` apart.
+        key_list_ptr: live blocks of each tile, ``[H, tiles, blocks]``, with ``LISTS``.
+        key_count_ptr: number of live blocks of each tile, ``[H, tiles]``, with ``LISTS``.
+        alpha_ptr: alpha ``[H]``, with ``HAS_ALPHA``.
+        key_padding_mask_ptr: ``[B, Nk]``, 0 for masked keys, with ``HAS_MASK``.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]`` of packed sequences.
+        q_batch_ptr, q_start_ptr: tables of the tiles of queries, see :func:`write_table`.
+        seed_ptr: seed of dropout, with ``DROPOUT``.
+        sq_b, sq_h, sq_n: strides of q over sequences, heads and tokens.
+        sk_b, sk_h, sk_n: strides of k.
+        sv_b, sv_h, sv_n: strides of v.
+        so_b, so_h, so_n: strides of out2.
+        sd_b, sd_h, sd_n: strides of dout.
+        sg_b, sg_h, sg_n: strides of dq.
+        Nq, Nk: numbers of queries and keys of a padded sequence.
+        Tq, Tk: numbers of queries and keys of a packed batch.
+        B: number of sequences.
+        tiles_per: tiles of queries of a padded sequence.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        scale: factor of the products of queries and keys.
+        alpha_value: alpha of all heads without ``HAS_ALPHA``.
+        threshold, keep_scale: numbers of :func:`dropout_factor`, with ``DROPOUT``.
+        stat_size: distance between two statistics of a query.
+        tiles: tiles of queries of the batch.
+        blocks: the most blocks of keys of a tile of queries.
+        H: number of query heads.
+        GROUP: number of query heads that share a key head.
+        D: head dimension; ``BLOCK_D`` is the next power of two.
+        BLOCK_M, BLOCK_N: queries of a tile, and keys of a block.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each head has its own alpha.
+        CAUSAL, WINDOW, HAS_MASK: which of the masks are used.
+        PACKED: whether the batch is packed.
+        EXACT: whether the scale is a positive power of two, see :func:`hide`.
+        DROPOUT: whether weights are dropped.
+        LISTS: whether live blocks are listed.
+        NEED_Q: whether the gradient of the queries is needed.
+        NEED_ALPHA: whether the gradient of alpha is needed.
+        PRECISION: precision of products of fp32.
     """
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(
@@ -250,7 +333,7 @@ def dq_kernel(
         peak, y = load_stats(stats_ptr, offs, stat_size, mask_m)
         c = peak_power(y, e, KIND)
         dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        total = tl.zeros((BLOCK_M, LANES), tl.float32)
+        slopes = tl.zeros((BLOCK_M, LANES), tl.float32)
         sum_a = tl.zeros((BLOCK_M, LANES), tl.float32)
         sum_b = tl.zeros((BLOCK_M, LANES), tl.float32)
         dot_a = tl.zeros((BLOCK_M, LANES), tl.float32)
@@ -325,7 +408,7 @@ def dq_kernel(
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
                 if NEED_ALPHA:
                     term_a, term_b = alpha_terms(p, u, e)
-                    total += lane_sums(u)
+                    slopes += lane_sums(u)
                     sum_a += lane_sums(term_a)
                     sum_b += lane_sums(term_b)
                     dot_a += lane_sums(term_a * dp)
@@ -335,13 +418,13 @@ def dq_kernel(
             dq = tl.where((y != y)[:, None], float("nan"), dq * scale)
             of_tile.store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
         if NEED_ALPHA:
-            total = tl.sum(total, axis=1)
-            rows = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(
+            slopes = tl.sum(slopes, axis=1)
+            dalpha = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(
                 dot_a,
                 axis=1,
             )
-            rows /= tl.where(total > 0, total, 1.0)
-            tl.store(terms_ptr + offs, rows, mask=mask_m)
+            dalpha /= tl.where(slopes > 0, slopes, 1.0)
+            tl.store(terms_ptr + offs, dalpha, mask=mask_m)
 
 
 @triton.jit(do_not_specialize=[*of_tile.UNSPECIALIZED, "key_tiles_per", "tiles", "spans"])
@@ -419,9 +502,63 @@ def dkv_kernel(
 ):
     """Compute the gradients of a tile of keys and values.
 
+    With the slopes ``u = p^(2 - alpha)``, the gradient of a score is ``ds = u (dp - delta)``, where
+    ``delta`` is the mean of a row's ``dp`` weighted by its slopes. Then ``dk = scale * ds.T @ q``
+    and ``dv = p.T @ dout``.
+
     Grid: ``[key tiles, Hkv]``. The query heads that share a key head are visited one after another,
-    with ``LISTS`` only the tiles of queries in which a block is live. Writes ``dk`` with ``NEED_K``
-    and ``dv`` with ``NEED_V``.
+    and the tiles of queries for which a block of the tile is live (all tiles without ``LISTS``).
+
+    Args:
+        q_ptr: queries ``[B, H, Nq, D]``. All tensors of tokens may be packed, and then hold the
+            tokens of all sequences without padding.
+        k_ptr: keys ``[B, Hkv, Nk, D]``.
+        v_ptr: values, shaped like the keys.
+        dout_ptr: gradient of the output.
+        dk_ptr: gradient of the keys; written with ``NEED_K``.
+        dv_ptr: gradient of the values; written with ``NEED_V``.
+        delta_ptr: delta of each query, from :func:`dq_kernel`.
+        stats_ptr: peak, root, mass and support of each query, ``stat_size`` apart.
+        query_list_ptr, query_count_ptr: the lists of :func:`query_lists_kernel`, with ``LISTS``.
+        alpha_ptr: alpha ``[H]``, with ``HAS_ALPHA``.
+        key_padding_mask_ptr: ``[B, Nk]``, 0 for masked keys, with ``HAS_MASK``.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]`` of packed sequences.
+        q_start_ptr: first tile of queries of each sequence, see :func:`write_table`.
+        k_batch_ptr, k_start_ptr: tables of the tiles of keys.
+        seed_ptr: seed of dropout, with ``DROPOUT``.
+        sq_b, sq_h, sq_n: strides of q over sequences, heads and tokens.
+        sk_b, sk_h, sk_n: strides of k.
+        sv_b, sv_h, sv_n: strides of v.
+        sd_b, sd_h, sd_n: strides of dout.
+        sg_b, sg_h, sg_n: strides of dk.
+        sw_b, sw_h, sw_n: strides of dv.
+        Nq, Nk: numbers of queries and keys of a padded sequence.
+        Tq, Tk: numbers of queries and keys of a packed batch.
+        B: number of sequences.
+        tiles_per: tiles of queries of a padded sequence.
+        key_tiles_per: tiles of keys of a padded sequence.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        scale: factor of the products of queries and keys.
+        alpha_value: alpha of all heads without ``HAS_ALPHA``.
+        threshold, keep_scale: numbers of :func:`dropout_factor`, with ``DROPOUT``.
+        stat_size: distance between two statistics of a query.
+        tiles: tiles of queries of the batch.
+        spans: the most tiles of keys of a sequence.
+        H: number of query heads.
+        GROUP: number of query heads that share a key head.
+        D: head dimension; ``BLOCK_D`` is the next power of two.
+        BLOCK_M: queries of a listed tile.
+        KEYS: keys of the tile.
+        QUERIES: queries that are read at a time, a divisor of ``BLOCK_M``.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each head has its own alpha.
+        CAUSAL, WINDOW, HAS_MASK: which of the masks are used.
+        PACKED: whether the batch is packed.
+        EXACT: whether the scale is a positive power of two, see :func:`hide`.
+        DROPOUT: whether weights are dropped.
+        LISTS: whether live tiles of queries are listed.
+        NEED_K, NEED_V: which gradients are needed.
+        PRECISION: precision of products of fp32.
     """
     key_tile = tl.program_id(0)
     b, n0, k_base, k_len = of_tile.locate(
@@ -462,10 +599,9 @@ def dkv_kernel(
             D,
             BLOCK_D,
         )
-        # turned here, they are put into shared memory once: Triton 3.9 would do it again in every
-        # step
-        turned_k = tl.trans(k)
-        turned_v = tl.trans(v)
+        # Transposed in the loop, they would be copied to shared memory in every step (Triton 3.9).
+        transposed_k = tl.trans(k)
+        transposed_v = tl.trans(v)
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
         dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
         shift = k_len - q_len
@@ -482,9 +618,9 @@ def dkv_kernel(
         count = tl.maximum((high_row + QUERIES - 1) // QUERIES - first, 0)
         if LISTS:
             if PACKED:
-                of_queries = tl.load(q_start_ptr + b)
+                first_query_tile = tl.load(q_start_ptr + b)
             else:
-                of_queries = b * tiles_per
+                first_query_tile = b * tiles_per
             list_offset = (n0 // KEYS) * ((q_len + BLOCK_M - 1) // BLOCK_M)
         for g in range(GROUP):
             h = kv * GROUP + g
@@ -500,7 +636,9 @@ def dkv_kernel(
                 row = h.to(tl.int64) * tl.num_programs(0) + key_tile
                 count = tl.load(query_count_ptr + row) * (BLOCK_M // QUERIES)
                 listed = (
-                    query_list_ptr + (h.to(tl.int64) * tiles + of_queries) * spans + list_offset
+                    query_list_ptr
+                    + (h.to(tl.int64) * tiles + first_query_tile) * spans
+                    + list_offset
                 )
             for list_index in range(count):
                 if LISTS:
@@ -514,7 +652,7 @@ def dkv_kernel(
                 do = of_tile.load_rows(dos, i, sd_n, mask_m, D, BLOCK_D)
                 peak, y = load_stats(stats_ptr, to_row + i, stat_size, mask_m)
                 delta = tl.load(delta_ptr + to_row + i, mask=mask_m, other=0.0)
-                s = tl.dot(q, turned_k, input_precision=PRECISION)  # [QUERIES, KEYS]
+                s = tl.dot(q, transposed_k, input_precision=PRECISION)  # [QUERIES, KEYS]
                 edge = of_tile.is_edge(m0, n0, shift, k_len, window, QUERIES, KEYS, CAUSAL, WINDOW)
                 s = of_tile.hide(
                     s,
@@ -553,7 +691,7 @@ def dkv_kernel(
                 if NEED_V:
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if NEED_K:
-                    dp = tl.dot(do, turned_v, input_precision=PRECISION)
+                    dp = tl.dot(do, transposed_v, input_precision=PRECISION)
                     if DROPOUT:
                         dp *= factor
                     ds = u * (dp - delta[:, None])

@@ -16,9 +16,21 @@ SUBSET_STEPS = tl.constexpr(2)  # on the maxima of 8 parts of a row whose scores
 
 @triton.jit
 def store_stats(stats_ptr, offs, size, mask, peak, y, mass, support, empty, broken):
-    """Store the peak, root, mass and support of rows in ``stats``, ``[4, size]``.
+    """Store the peak, root, mass and support of rows.
 
-    An empty row has a peak of minus infinity, a broken one a root that is NaN.
+    An empty row has a peak of minus infinity, and a broken one a root that is NaN.
+
+    Args:
+        stats_ptr: statistics ``[4, size]``; written.
+        offs: offsets of the rows.
+        size: number of rows of the batch.
+        mask: rows that exist.
+        peak: the largest score of each row.
+        y: root of each row.
+        mass: sum of the weights of each row.
+        support: number of positive weights of each row.
+        empty: rows that see no key.
+        broken: rows with NaN, an infinite score or an invalid alpha.
     """
     tl.store(stats_ptr + offs, tl.where(empty, float("-inf"), peak), mask=mask)
     tl.store(stats_ptr + size + offs, tl.where(broken, float("nan"), y), mask=mask)
@@ -27,12 +39,16 @@ def store_stats(stats_ptr, offs, size, mask, peak, y, mass, support, empty, brok
 
 
 @triton.jit
-def finish(acc, total, empty, broken):
-    """Divide the output by the mass of the weights.
+def finish(acc, mass, empty, broken):
+    """Divide outputs by the mass of their weights.
 
-    Empty rows become zero, broken ones NaN.
+    Args:
+        acc: sums of weighted values, ``[rows, BLOCK_D]``.
+        mass: sum of the weights of each row.
+        empty: rows that see no key. Their output is 0.
+        broken: rows with NaN, an infinite score or an invalid alpha. Their output is NaN.
     """
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = acc / tl.where(mass > 0, mass, 1.0)[:, None]
     out = tl.where(empty[:, None], 0.0, out)
     return tl.where(broken[:, None], float("nan"), out)
 
@@ -98,9 +114,51 @@ def resident_kernel(
 ):
     """Compute the output of a tile of queries whose scores with all keys stay on chip.
 
-    Grid: ``[query tiles, H]``. The scores of a tile are ``[BLOCK_M, BLOCK_N]``. Writes ``out``, and
-    with ``GRADIENT`` the second output, from which delta is computed. Statistics of the rows are
-    ``[4, B, H, Nq]``: peak, root, mass and support.
+    Grid: ``[query tiles, H]``. A tile has ``BLOCK_M`` queries, and ``BLOCK_N`` is at least the
+    number of keys.
+
+    Args:
+        q_ptr: queries ``[B, H, Nq, D]``. All tensors of tokens may be packed, and then hold the
+            tokens of all sequences without padding.
+        k_ptr: keys ``[B, Hkv, Nk, D]``.
+        v_ptr: values, shaped like the keys.
+        out_ptr: output, shaped like the queries; written.
+        out2_ptr: output with the slopes ``u = p^(2 - alpha)`` in place of the weights ``p``;
+            written with ``GRADIENT``. The backward pass computes ``delta`` from it.
+        stats_ptr: peak, root, mass and support of each query, ``stat_size`` apart; written with
+            ``GRADIENT`` or ``SUPPORT``.
+        alpha_ptr: alpha ``[H]``, with ``HAS_ALPHA``.
+        key_padding_mask_ptr: ``[B, Nk]``, 0 for masked keys, with ``HAS_MASK``.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]`` of packed sequences.
+        q_batch_ptr, q_start_ptr: tables of the tiles of queries, see :func:`write_table`.
+        seed_ptr: seed of dropout, with ``DROPOUT``.
+        sq_b, sq_h, sq_n: strides of q over sequences, heads and tokens.
+        sk_b, sk_h, sk_n: strides of k.
+        sv_b, sv_h, sv_n: strides of v.
+        so_b, so_h, so_n: strides of both outputs.
+        Nq, Nk: numbers of queries and keys of a padded sequence.
+        Tq, Tk: numbers of queries and keys of a packed batch.
+        B: number of sequences.
+        tiles_per: tiles of queries of a padded sequence.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        scale: factor of the products of queries and keys.
+        alpha_value: alpha of all heads without ``HAS_ALPHA``.
+        threshold, keep_scale: numbers of :func:`dropout_factor`, with ``DROPOUT``.
+        stat_size: distance between two statistics of a query.
+        H: number of query heads.
+        GROUP: number of query heads that share a key head.
+        D: head dimension; ``BLOCK_D`` is the next power of two.
+        BLOCK_M, BLOCK_N: queries and keys of the tile.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each head has its own alpha.
+        CAUSAL, WINDOW, HAS_MASK: which of the masks are used.
+        PACKED: whether the batch is packed.
+        EXACT: whether the scale is a positive power of two, see :func:`hide`.
+        DROPOUT: whether weights are dropped.
+        GRADIENT: whether a backward pass follows.
+        SUPPORT: whether the sizes of supports are needed.
+        TOLERANCE, NEAR: permitted errors of the mass and of the weights, see :func:`improve`.
+        PRECISION: precision of products of fp32.
     """
     b, m0, q_base, q_len = of_tile.locate(
         tl.program_id(0),
@@ -161,6 +219,7 @@ def resident_kernel(
             EXACT,
             PRECISION,
         )
+        # An upper bound of the root, from the largest scores of parts of the rows.
         parts = of_row.lane_peaks(s, of_row.LANES)
         best = of_tile.scaled(row_peak(parts), scale, EXACT)
         peak, broken, empty, low, high = of_row.start_row(
@@ -182,6 +241,7 @@ def resident_kernel(
                 TOLERANCE,
             )
             y = tl.where(broken | empty, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
+        # The root.
         previous_residual = tl.zeros_like(peak) + float("inf")
         support_low = tl.zeros_like(peak)
         support_high = support_low + (high_key - low_key)
@@ -228,6 +288,7 @@ def resident_kernel(
                 evaluation + 1,
             )
         c = peak_power(y, e, KIND)
+        # The weights and the output.
         v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
         p, slope = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
         mass = tl.sum(of_row.lane_sums(p), axis=1)
@@ -351,11 +412,57 @@ def output_kernel(
     SUPPORT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the output of a tile of queries from their roots.
+    """Compute the output of a tile of queries from the roots of :func:`roots_kernel`.
 
-    Grid: ``[query tiles, H]``. It visits the live blocks of ``BLOCK_N`` keys if these are listed,
-    otherwise all blocks. Writes ``out``, with gradients the second output too, and the mass and
-    support of every row in ``stats`` ``[4, B, H, Nq]``.
+    Grid: ``[query tiles, H]``. A program visits the live blocks of keys if these are listed,
+    otherwise all blocks.
+
+    Args:
+        q_ptr: queries ``[B, H, Nq, D]``. All tensors of tokens may be packed, and then hold the
+            tokens of all sequences without padding.
+        k_ptr: keys ``[B, Hkv, Nk, D]``.
+        v_ptr: values, shaped like the keys.
+        out_ptr: output, shaped like the queries; written.
+        out2_ptr: output with the slopes ``u = p^(2 - alpha)`` in place of the weights ``p``;
+            written with ``GRADIENT``. The backward pass computes ``delta`` from it.
+        stats_ptr: four statistics of each query, ``stat_size`` apart. Those of :func:`roots_kernel`
+            are read, and the final root, mass and support are written.
+        key_list_ptr: live blocks of each tile, ``[H, tiles, blocks]``, with ``LISTS``.
+        key_count_ptr: number of live blocks of each tile, ``[H, tiles]``, with ``LISTS``.
+        alpha_ptr: alpha ``[H]``, with ``HAS_ALPHA``.
+        key_padding_mask_ptr: ``[B, Nk]``, 0 for masked keys, with ``HAS_MASK``.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]`` of packed sequences.
+        q_batch_ptr, q_start_ptr: tables of the tiles of queries, see :func:`write_table`.
+        seed_ptr: seed of dropout, with ``DROPOUT``.
+        sq_b, sq_h, sq_n: strides of q over sequences, heads and tokens.
+        sk_b, sk_h, sk_n: strides of k.
+        sv_b, sv_h, sv_n: strides of v.
+        so_b, so_h, so_n: strides of both outputs.
+        Nq, Nk: numbers of queries and keys of a padded sequence.
+        Tq, Tk: numbers of queries and keys of a packed batch.
+        B: number of sequences.
+        tiles_per: tiles of queries of a padded sequence.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        scale: factor of the products of queries and keys.
+        alpha_value: alpha of all heads without ``HAS_ALPHA``.
+        threshold, keep_scale: numbers of :func:`dropout_factor`, with ``DROPOUT``.
+        stat_size: distance between two statistics of a query.
+        tiles: tiles of queries of the batch.
+        blocks: the most blocks of keys of a tile of queries.
+        H: number of query heads.
+        GROUP: number of query heads that share a key head.
+        D: head dimension; ``BLOCK_D`` is the next power of two.
+        BLOCK_M, BLOCK_N: queries of a tile, and keys of a block.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each head has its own alpha.
+        CAUSAL, WINDOW, HAS_MASK: which of the masks are used.
+        PACKED: whether the batch is packed.
+        EXACT: whether the scale is a positive power of two, see :func:`hide`.
+        DROPOUT: whether weights are dropped.
+        LISTS: whether live blocks are listed.
+        GRADIENT: whether a backward pass follows.
+        SUPPORT: whether the sizes of supports are needed.
+        PRECISION: precision of products of fp32.
     """
     tile = tl.program_id(0)
     b, m0, q_base, q_len = of_tile.locate(

@@ -44,7 +44,19 @@ def block_distances(
     BLOCK_M: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Return distances of the scaled maxima of rows in some blocks, ``[BLOCK_M, blocks]``."""
+    """Return the distances of block maxima below the peak of their row, ``[BLOCK_M, blocks]``.
+
+    Args:
+        maxima_ptr: the largest score of each row in each block, ``[blocks, BLOCK_M]``, from
+            ``low_block`` on.
+        block: the blocks of keys.
+        low_block: the first block that the rows attend to.
+        high_block: the block after the last one.
+        peak: the largest score of each row.
+        e: ``alpha - 1``.
+        BLOCK_M: rows of the tile.
+        KIND: kind of alpha. The distances of entmax15 and sparsemax are multiplied by ``e``.
+    """
     inside = (block >= low_block) & (block < high_block)
     offs = (block - low_block).to(tl.int64)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     best = tl.load(maxima_ptr + offs, mask=inside[None, :], other=float("-inf"))
@@ -66,6 +78,20 @@ def live_flags(
     KIND: tl.constexpr,
 ):
     """Return which of the 32 blocks of a word may have a positive weight in some row.
+
+    Args:
+        maxima_ptr: the largest score of each row in each block, ``[blocks, BLOCK_M]``, from
+            ``low_block`` on.
+        word: number of the word.
+        low_block: the first block that the rows attend to.
+        high_block: the block after the last one.
+        peak: the largest score of each row.
+        y: an upper bound of the root of each row.
+        c: :func:`peak_power` of ``y``.
+        e: ``alpha - 1``.
+        is_idle: rows without weights, which do not count.
+        BLOCK_M: rows of the tile.
+        KIND: kind of alpha.
 
     Returns:
         Flags ``[32]`` int32, and the blocks.
@@ -92,10 +118,26 @@ def list_live(
     KIND: tl.constexpr,
     WRITE_MAP: tl.constexpr,
 ):
-    """List the live blocks of a tile, and return their number.
+    """List the blocks of keys in which some row of a tile may have a positive weight.
 
-    With ``WRITE_MAP``, the tile's row of the map is written too. ``maxima``: of every row in every
-    block.
+    Args:
+        maxima_ptr: the largest score of each row in each block, ``[blocks, BLOCK_M]``, from
+            ``low_block`` on.
+        key_list_ptr: list of the blocks; written.
+        live_ptr: the tile's row of the map, one bit for each block; written with ``WRITE_MAP``.
+        low_block: the first block that the rows attend to.
+        high_block: the block after the last one.
+        words: words of a row of the map.
+        peak: the largest score of each row.
+        y: an upper bound of the root of each row.
+        e: ``alpha - 1``.
+        is_idle: rows without weights, which do not count.
+        BLOCK_M: rows of the tile.
+        KIND: kind of alpha.
+        WRITE_MAP: whether the map is written. All of its words are written then.
+
+    Returns:
+        The number of blocks.
     """
     c = peak_power(y, e, KIND)
     count = low_block * 0
@@ -139,9 +181,20 @@ def blocks_bound(
     KIND: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
-    """Return an upper bound of the roots of rows, from the maxima of blocks.
+    """Return an upper bound of the root of each row, from its maxima in the blocks.
 
-    ``y``: a bound to begin with. See :func:`parts_bound`.
+    Args:
+        maxima_ptr: the largest score of each row in each block, ``[blocks, BLOCK_M]``, from
+            ``low_block`` on.
+        low_block: the first block that the rows attend to.
+        high_block: the block after the last one.
+        peak: the largest score of each row.
+        y: a bound to begin with.
+        e: ``alpha - 1``.
+        BLOCK_M: rows of the tile.
+        WIDTH: blocks that are read at a time.
+        KIND: kind of alpha.
+        TOLERANCE: residual at which a root counts as reached.
     """
     for _step in range(BLOCK_STEPS):
         c = peak_power(y, e, KIND)
@@ -218,10 +271,15 @@ def tile_roots(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the peak and root of the rows of one tile, its live blocks and its row of the map.
+    """Compute the peak and the root of each row of a tile, and list the live blocks of keys.
 
-    ``item``: number of the tile, over all heads. The pointers are those of :func:`roots_kernel`, at
-    the scratch of this program.
+    A block is live if some row of the tile may have a positive weight in it.
+
+    Args:
+        item: number of the tile, over all heads.
+        maxima_ptr: scratch of this program, ``[blocks, BLOCK_M]``, with ``LISTS``.
+
+    All other arguments are those of :func:`roots_kernel`.
     """
     h = item // tiles
     tile = tiles - 1 - item % tiles  # under causal attention the last tiles have most to do
@@ -266,9 +324,9 @@ def tile_roots(
         high_block = tl.maximum(high_block, low_block)
         q = of_tile.load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
 
+        # Step 1: the largest scores of parts of each row, and with LISTS those of each block.
         COUNT: tl.constexpr = PARTS if LISTS else BLOCK_N
-        # The largest and the second largest score of every COUNT-th key. The second is computed for
-        # short rows only.
+        # The second largest is computed for short rows only.
         first = tl.full((BLOCK_M, COUNT), float("-inf"), tl.float32)
         second = first
         for block in range(low_block, high_block):
@@ -306,6 +364,7 @@ def tile_roots(
                 second = tl.maximum(second, tl.minimum(first, s))
                 first = nan_max(first, s)
 
+        # Step 2: an upper bound of the root, from these maxima alone.
         keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
         best = of_tile.scaled(row_peak(first), scale, EXACT)
         peak, broken, empty, low, high = of_row.start_row(best, e, passed_e, keys, KIND)
@@ -364,6 +423,7 @@ def tile_roots(
             )
             tl.debug_barrier()
 
+        # Step 3: the root, on the blocks that are live for the bound.
         previous_residual = tl.zeros_like(peak) + float("inf")
         support_low = tl.zeros_like(peak)
         support_high = support_low + keys
@@ -427,6 +487,7 @@ def tile_roots(
                 evaluation + 1,
             )
 
+        # Step 4: the blocks that are live for the root.
         max_root = y + max_rise
         if LISTS:
             tl.debug_barrier()
@@ -515,11 +576,55 @@ def roots_kernel(
     NEAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the peak and root of every row, and the map and list of live blocks.
+    """Compute the peak and the root of each row, and list the live blocks of keys of each tile.
 
-    Grid: any number of programs, which share the tiles of all heads. Writes the first two rows of
-    ``stats``. With ``LISTS`` it also writes the live blocks and their number for every tile, and
-    uses ``maxima``, scratch ``[programs, blocks, BLOCK_M]``.
+    A block is live for a tile of queries if some query of it may have a positive weight there.
+
+    Grid: any number of programs, which share the tiles of all heads.
+
+    Args:
+        q_ptr: queries ``[B, H, Nq, D]``. All tensors of tokens may be packed, and then hold the
+            tokens of all sequences without padding.
+        k_ptr: keys ``[B, Hkv, Nk, D]``.
+        stats_ptr: statistics of each query, four numbers that are ``stat_size`` apart. Written are
+            the peak, the root, and for :func:`last_step` the largest root and the excess of the
+            mass.
+        live_ptr: map of live blocks, bits ``[H, tiles, words]``; written with ``LISTS``.
+        maxima_ptr: scratch ``[programs, blocks, BLOCK_M]``, with ``LISTS``.
+        key_list_ptr: live blocks of each tile, ``[H, tiles, blocks]``; written with ``LISTS``.
+        key_count_ptr: number of live blocks of each tile, ``[H, tiles]``; written with ``LISTS``.
+        alpha_ptr: alpha ``[H]``, with ``HAS_ALPHA``.
+        key_padding_mask_ptr: ``[B, Nk]``, 0 for masked keys, with ``HAS_MASK``.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]`` of packed sequences.
+        q_batch_ptr, q_start_ptr: tables of the tiles of queries, see :func:`write_table`.
+        sq_b, sq_h, sq_n: strides of q over sequences, heads and tokens.
+        sk_b, sk_h, sk_n: strides of k.
+        Nq, Nk: numbers of queries and keys of a padded sequence.
+        Tq, Tk: numbers of queries and keys of a packed batch.
+        B: number of sequences.
+        tiles_per: tiles of queries of a padded sequence.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        scale: factor of the products of queries and keys.
+        alpha_value: alpha of all heads without ``HAS_ALPHA``.
+        threshold, keep_scale: not used here.
+        stat_size: distance between two statistics of a query.
+        tiles: tiles of queries of the batch.
+        blocks: the most blocks of keys of a tile of queries.
+        words: words of a tile's row of the map.
+        H: number of query heads.
+        GROUP: number of query heads that share a key head.
+        D: head dimension; ``BLOCK_D`` is the next power of two.
+        BLOCK_M, BLOCK_N: queries of a tile, and keys of a block.
+        WIDTH: blocks whose maxima are read at a time.
+        KIND: kind of alpha, see ``_shared/_triton/entmax.py``.
+        HAS_ALPHA: whether each head has its own alpha.
+        CAUSAL, WINDOW, HAS_MASK: which of the masks are used.
+        PACKED: whether the batch is packed.
+        EXACT: whether the scale is a positive power of two, see :func:`hide`.
+        DROPOUT: not used here.
+        LISTS: whether live blocks are listed, which is worth it for long rows only.
+        TOLERANCE, NEAR: permitted errors of the mass and of the weights, see :func:`improve`.
+        PRECISION: precision of products of fp32.
     """
     program = tl.program_id(0)
     if LISTS:

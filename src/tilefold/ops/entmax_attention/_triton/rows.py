@@ -9,25 +9,46 @@ from tilefold.ops.entmax_attention._triton.tiles import distances, excess, one_i
 # In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is
 # exchanged between threads.
 LANES = tl.constexpr(8)
+# Values of alpha - 1 at which the bound of a general alpha takes one Newton step less or more.
+FEWER_STEPS_BELOW = tl.constexpr(0.42)
+MORE_STEPS_ABOVE = tl.constexpr(0.6)
 
 
 @triton.jit
 def by_lanes(x, COUNT: tl.constexpr):
-    """Reshape ``[rows, columns]`` to ``[rows, columns / COUNT, COUNT]``."""
+    """Reshape ``[rows, columns]`` to ``[rows, columns / COUNT, COUNT]``.
+
+    Args:
+        x: the tile.
+        COUNT: number of lanes, into which columns are divided in turn.
+    """
     return tl.reshape(x, (x.shape[0], x.shape[1] // COUNT, COUNT))
 
 
 @triton.jit
 def lane_sums(x):
-    """Add up every ``LANES``-th column, ``[rows, columns]`` to ``[rows, LANES]``."""
+    """Add up every ``LANES``-th column, from ``[rows, columns]`` to ``[rows, LANES]``.
+
+    A thread holds such columns itself, so that threads need not exchange numbers.
+
+    Args:
+        x: the tile.
+    """
     return tl.sum(by_lanes(x, LANES), axis=1)
 
 
 @triton.jit
 def lane_peaks(s, COUNT: tl.constexpr):
-    """Return the maxima of every ``COUNT``-th column, ``[rows, columns]`` to ``[rows, COUNT]``.
+    """Return the maxima of every ``COUNT``-th column.
 
     A maximum is NaN if one of its numbers is.
+
+    Args:
+        s: the tile ``[rows, columns]``.
+        COUNT: number of maxima of a row.
+
+    Returns:
+        ``[rows, COUNT]``.
     """
     if s.shape[1] == COUNT:
         return s
@@ -36,10 +57,26 @@ def lane_peaks(s, COUNT: tl.constexpr):
 
 @triton.jit
 def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Add the terms of F, U and Q of a tile of scores to ``[rows, LANES]`` sums.
+    """Add a tile of scores to the row sums F, U and Q.
 
-    The terms of Q count the support for alpha = 1.5 and beyond, where powers of x would be
-    negative.
+    F sums the weights ``p``, U sums ``p^(1-e)`` and Q sums ``p^(1-2e)``. From alpha = 1.5 on, Q is
+    the size of the support instead.
+
+    Args:
+        s: products ``[rows, columns]`` that :func:`hide` returns.
+        peak: the largest score of each row.
+        y: the unknown of each row, at which the sums are computed.
+        c: :func:`peak_power` of ``y``.
+        scale: factor of the products.
+        e: ``alpha - 1``.
+        f: F of the tiles before, ``[rows, LANES]``.
+        u: U of the tiles before.
+        n: Q of the tiles before.
+        KIND: kind of alpha.
+        EXACT: whether the scale is a positive power of two.
+
+    Returns:
+        The new ``f``, ``u`` and ``n``.
     """
     peak, y, c = peak[:, None], y[:, None], c[:, None]
     if KIND == "entmax15":
@@ -68,10 +105,14 @@ def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def start_row(best, e, passed_e, keys, KIND: tl.constexpr):
-    """Return the initial state of rows.
+    """Return what the iteration for the roots of rows begins with.
 
-    ``best``: maxima of the rows. ``passed_e``: alpha - 1 as the caller passed it. ``keys``: number
-    of keys.
+    Args:
+        best: the largest score of each row.
+        e: ``alpha - 1``, made valid.
+        passed_e: ``alpha - 1`` as the caller passed it.
+        keys: number of keys of a row.
+        KIND: kind of alpha.
 
     Returns:
         The peak, whether the row is broken (NaN, infinity or an invalid alpha), whether it is
@@ -89,11 +130,20 @@ def start_row(best, e, passed_e, keys, KIND: tl.constexpr):
 
 @triton.jit
 def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
-    """Make a step of Newton from above, with the sums F and U of a part of the row.
+    """Make a step of Newton from above, with the sums F and U of some entries of each row.
 
-    The result is not smaller than the root of the whole row, because a part has less mass.
+    The result is not smaller than the root of the whole row, because some entries have less mass
+    than all.
+
+    Args:
+        y: an upper bound of the root of each row.
+        f: sum F of the weights of the entries at ``y``.
+        u: sum U of their slopes.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+        TOLERANCE: residual at which the root counts as reached.
     """
-    f = tl.maximum(f, 1.0)  # below only by rounding
+    f = tl.maximum(f, 1.0)  # smaller only by rounding
     zeros = tl.zeros_like(y)
     new_y, _low, _high, _residual, _converged = entmax.next_root(
         y,
@@ -113,7 +163,18 @@ def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
 
 @triton.jit
 def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Return F and U of rows of scores ``[rows, columns]`` at the roots ``y``."""
+    """Return the sums F and U of rows of scores.
+
+    Args:
+        s: products ``[rows, columns]`` that :func:`hide` returns.
+        peak: the largest score of each row.
+        y: the unknown of each row, at which the sums are computed.
+        c: :func:`peak_power` of ``y``.
+        scale: factor of the products.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+        EXACT: whether the scale is a positive power of two.
+    """
     if KIND == "entmax15":
         x = excess(s, peak[:, None], y[:, None], scale, e, EXACT)
         return tl.sum(x * x, axis=1), tl.sum(x, axis=1)
@@ -125,11 +186,21 @@ def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def bound_steps(e, STEPS: tl.constexpr, KIND: tl.constexpr):
-    """Return the number of steps for a bound: fewer are enough where alpha is small."""
+    """Return the number of Newton steps for an upper bound of the roots.
+
+    The general kinds take one step less for a small alpha, and one more for a large one.
+
+    Args:
+        e: ``alpha - 1``.
+        STEPS: number of steps of the closed forms, and of a general alpha around 1.5.
+        KIND: kind of alpha.
+    """
     if (KIND == "softmax") | (KIND == "entmax15") | (KIND == "sparsemax"):
         return STEPS
     else:
-        return tl.where(e < 0.42, STEPS - 1, tl.where(e > 0.6, STEPS + 1, STEPS))
+        return tl.where(
+            e < FEWER_STEPS_BELOW, STEPS - 1, tl.where(e > MORE_STEPS_ABOVE, STEPS + 1, STEPS)
+        )
 
 
 @triton.jit
@@ -146,11 +217,23 @@ def parts_bound(
     EXACT: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):
-    """Return an upper bound of the root of rows, from the largest scores of their parts.
+    """Return an upper bound of the root of each row, from the largest scores of its parts.
 
-    With ``PAIRS``, the second largest are used too. ``first``, ``second``: ``[rows, parts]``. Parts
-    with a constant distance between their keys make a sharper bound than runs of neighbours, which
-    are alike.
+    A part of a row should be keys at a constant distance. Their maxima differ less than those of
+    runs of neighbours, which resemble each other, so that the bound is sharper.
+
+    Args:
+        first: the largest product of each part, ``[rows, parts]``.
+        second: the second largest product of each part, read with ``PAIRS``.
+        peak: the largest score of each row.
+        scale: factor of the products.
+        high: an upper bound to begin with.
+        e: ``alpha - 1``.
+        STEPS: number of Newton steps.
+        PAIRS: whether the second largest products are used too.
+        KIND: kind of alpha.
+        EXACT: whether the scale is a positive power of two.
+        TOLERANCE: residual at which a root counts as reached.
     """
     y = high
     for _step in range(bound_steps(e, STEPS, KIND) if PAIRS else STEPS):
@@ -166,9 +249,15 @@ def parts_bound(
 
 @triton.jit
 def widen(y, high, e, KIND: tl.constexpr):
-    """Raise a bound by more than its rounding error, so that it stays safe.
+    """Raise an upper bound by more than its rounding error, so that it remains a bound.
 
-    The error of the general forms grows as alpha nears 1.
+    The error of the general kinds grows as alpha nears 1.
+
+    Args:
+        y: the computed bound of each row.
+        high: a bound that is not exceeded.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
     """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return tl.minimum(y * (1 + 1e-5), high)
@@ -197,10 +286,10 @@ def improve(
     """Make a safeguarded step of the root of each row, and decide whether it was the last.
 
     For alpha = 1.5 the mass on a fixed support is a quadratic: ``f - 2 u t + n t^2`` after a step
-    of ``t`` down. The step solves this equation. Entries that leave or enter the support lie within
+    of ``t`` down. The step solves this equation. Entries that leave or enter the support are within
     ``t`` of the new root, so each changes the mass by at most ``t^2``. The sizes of the support at
-    both ends of the bracket bound the number of these entries. If the error of the mass by this
-    bound is below the tolerance, no evaluation is left to make.
+    both ends of the bracket bound the number of these entries. No further evaluation is needed if
+    this bound of the error of the mass is below the tolerance.
 
     With ``NEAR``, for 16-bit input, it is also enough that :func:`last_step` will end within the
     tolerance. The pass over the values makes that step, from sums that it computes anyway. The mass
@@ -217,19 +306,21 @@ def improve(
         n: the sum Q at ``y``, which is the size of the support for alpha = 1.5.
         low: lower bound of the root.
         high: upper bound of the root.
-        support_low: size of the support at ``low``. For the general forms, see
+        support_low: size of the support at ``low``. For the general kinds, see
             :func:`improve_generic`.
         support_high: size of the support at ``high``.
         previous_residual: ``|F - 1|`` of the evaluation before.
         converged: rows that are finished.
         max_rise: how far above ``y`` the last step may end.
-        e: alpha - 1.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+        TOLERANCE: error of the mass at which the root counts as reached.
         NEAR: error of the weights that the last step may leave; 0 to require none.
 
     Returns:
-        The arguments of the same names after the step, with the residual of this evaluation:
-        ``y``, ``low``, ``high``, ``support_low``, ``support_high``, ``previous_residual``,
-        ``converged`` and ``max_rise``.
+        The arguments of the same names after the step, with the residual of this evaluation: ``y``,
+        ``low``, ``high``, ``support_low``, ``support_high``, ``previous_residual``, ``converged``
+        and ``max_rise``.
     """
     if KIND == "entmax15":
         residual = tl.abs(f - 1)
@@ -237,6 +328,8 @@ def improve(
         support_low = tl.where(f <= 1, n, support_low)
         high = tl.where(f >= 1, y, high)
         support_high = tl.where(f >= 1, n, support_high)
+        # The step down t solves f - 2 u t + n t^2 = 1. Newton's step replaces it if there is no
+        # solution.
         discriminant = u * u - n * (f - 1)
         newton = (1 - tl.rsqrt(tl.maximum(f, 1e-30))) * f / tl.maximum(u, 1e-30)
         exact = (f - 1) / tl.maximum(u + tl.sqrt(tl.maximum(discriminant, 0.0)), 1e-30)
@@ -245,6 +338,7 @@ def improve(
         step_is_safe = is_in_bracket & (residual <= 0.5 * previous_residual)
         # An unsafe step is replaced by a bisection.
         new_y = tl.where(step_is_safe, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
+        # A bound of the error of the mass at the new root.
         drop = y - new_y
         error_of_support = tl.abs(f - 1 - drop * (2 * u - n * drop))
         n_changed = tl.where(drop > 0, n - support_low, support_high - n)
@@ -303,9 +397,15 @@ def improve(
 
 @triton.jit
 def excess_after(step, support_high, e):
-    """Bound the mass above 1 after a Newton step of ``e step`` in c.
+    """Return a bound of how much the mass exceeds 1 after a Newton step.
 
     The derivation is in :func:`improve_generic`.
+
+    Args:
+        step: the step in ``c``, divided by ``e``.
+        support_high: the sum Q at the upper bound of the root: from alpha = 1.5 on, the size of the
+            support.
+        e: ``alpha - 1``.
     """
     steep = tl.maximum(support_high, 1.0) * entmax.power_of_2(
         tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5),
@@ -333,16 +433,17 @@ def improve_generic(
 ):
     """Make the step of ``entmax.next_root``, and prove whether it was the last.
 
-    The mass F is convex in c, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``. A step of
-    ``t = e tau`` down from c leaves ``F - U tau``, and at most ``(1 - e) Q tau^2 / 2`` more, since
-    Q falls with c up to alpha = 1.5. For larger alphas an entry bends by at most ``t^(1/e)``, and
-    the support at the upper end, ``support_high``, bounds the number of entries. (Up to 1.5 it is Q
-    there.) So a Newton step from ``F = 1 + r`` ends above 1 by at most ``excess_after(r / U)``.
+    The mass F is convex in ``c = p_max^e``, with ``F' = U / e`` and ``F'' = (1 - e) Q / e^2``. A
+    step of ``t = e tau`` down from c leaves ``F - U tau``, and at most ``(1 - e) Q tau^2 / 2``
+    more, since Q falls with c up to alpha = 1.5. For larger alphas, the second-order term of an
+    entry is at most ``t^(1/e)``, and ``support_high``, the support at the upper bound, bounds the
+    number of entries. (Up to 1.5 it is Q there.) So a Newton step from ``F = 1 + r`` ends above 1
+    by at most ``excess_after(r / U)``.
 
-    If the mass of the weights is off by r, then the weights are off by at most 2 r after the mass
-    is divided out, in the sum of their differences. It is enough that 2 r is below ``NEAR``, and
-    that :func:`last_step` ends within the tolerance. Both are checked for the root so far and for
-    the root after the step.
+    If the mass of the weights is off by r, then the weights are off by at most 2 r after the
+    division by their mass, in the sum of their differences. It is enough that 2 r is below
+    ``NEAR``, and that :func:`last_step` ends within the tolerance. Both are checked for the root so
+    far and for the root after the step.
 
     Arguments and results are those of :func:`improve`, but ``support_low`` holds the proven excess
     of the mass over 1 after the last step.
@@ -362,12 +463,14 @@ def improve_generic(
         KIND,
         TOLERANCE,
     )
+    # Is the root so far close enough for the last step?
     c = tl.exp(e * y)
     step_to_root = residual / tl.maximum(u, 1e-30)
     excess_from_y = excess_after(step_to_root, support_high, e)
     rise_from_y = tl.minimum(1.01 * step_to_root / c, high - y)
     rise_from_y = tl.where(excess_from_y <= residual, rise_from_y, 0.0)
     keeps_y = converged | ((residual <= 0.5 * NEAR) & (excess_from_y <= TOLERANCE))
+    # Is the new root close enough for it?
     scaled_drop = e * (y - new_y)
     # (1 - exp(-x)) / x, by its series for small x
     drop_factor = tl.where(
@@ -386,6 +489,7 @@ def improve_generic(
     is_gentle = tl.zeros_like(tau) + e <= 0.5
     is_small = (mass_error <= TOLERANCE) | (mass_error <= 0.5 * NEAR)
     is_proven = is_gentle & (tau >= 0) & is_small & (excess_from_new <= TOLERANCE)
+    # What the last step needs: the excess of the mass, and how far it may rise.
     mass_excess = tl.where(keeps_y, tl.minimum(residual, excess_from_y), excess_from_new)
     support_low = tl.where(was_converged, support_low, mass_excess)
     rise_from_new = tl.minimum(1.01 * step_from_new * tl.exp(scaled_drop) / c, high - new_y)
@@ -398,7 +502,7 @@ def improve_generic(
 
 @triton.jit
 def last_step(y, f, u, n, max_root, mass_excess, e, KIND: tl.constexpr):
-    """Make the last step of the root, from sums at ``y``.
+    """Make the last step of the root of each row, from the sums of the pass over the values.
 
     Args:
         y: the root so far.
@@ -406,11 +510,12 @@ def last_step(y, f, u, n, max_root, mass_excess, e, KIND: tl.constexpr):
         u: the sum U at ``y``.
         n: size of the support at ``y``, for alpha = 1.5.
         max_root: the largest root that may be returned.
-        mass_excess: proven excess of the mass over 1 after the step, for the general forms.
-        e: alpha - 1.
+        mass_excess: proven excess of the mass over 1 after the step, for the general kinds.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
 
     Returns:
-        The root, and its mass. For the general forms the mass is an upper bound.
+        The root, and its mass. For the general kinds the mass is an upper bound.
     """
     if KIND == "entmax15":
         newton = 0.5 * (f - 1) / tl.maximum(u, 1e-30)

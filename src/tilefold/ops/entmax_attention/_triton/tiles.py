@@ -69,7 +69,19 @@ def locate(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Return the sequence of a tile, and where the tile is in it.
+    """Return the sequence of a tile of tokens, and the tile's position in it.
+
+    Args:
+        tile: number of the tile in the batch.
+        length: length of every sequence of a padded batch.
+        rows: number of tokens of a packed batch.
+        tiles_per: tiles of every sequence of a padded batch.
+        cu_ptr: offsets ``[B + 1]`` of a packed batch.
+        batch_ptr: sequence of each tile of a packed batch.
+        start_ptr: first tile of each sequence of a packed batch.
+        B: number of sequences.
+        BLOCK: tokens of a tile.
+        PACKED: whether the batch is packed.
 
     Returns:
         The sequence, the position of the tile's first token in it, the sequence's first row in a
@@ -79,7 +91,7 @@ def locate(
         b = tl.load(batch_ptr + tile)
         inside = b < B
         b = tl.minimum(b, B - 1)
-        # broken offsets must not read elsewhere
+        # Invalid offsets must not read outside the tensor.
         base = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), rows)
         end = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), base), rows)
         first = (tile - tl.load(start_ptr + b)) * BLOCK
@@ -94,7 +106,17 @@ def locate(
 
 @triton.jit
 def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
-    """Return the first row of sequence ``b`` in a packed tensor (0 if padded), and its length."""
+    """Return the first row of a sequence in a packed tensor (0 if padded), and its length.
+
+    Invalid offsets are clamped, so that nothing outside the tensor is read.
+
+    Args:
+        cu_ptr: offsets ``[B + 1]`` of a packed batch.
+        b: the sequence.
+        length: length of every sequence of a padded batch.
+        rows: number of tokens of a packed batch.
+        PACKED: whether the batch is packed.
+    """
     if PACKED:
         base = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), rows)
         n = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), base), rows) - base
@@ -106,7 +128,17 @@ def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
 
 @triton.jit
 def key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the keys ``[low, high)`` that some query in ``[first, last)`` may attend to."""
+    """Return the range ``[low, high)`` of keys that some of a range of queries may attend to.
+
+    Args:
+        first: position of the first query.
+        last: position after the last query.
+        k_len: number of keys of the sequence.
+        shift: ``k_len - q_len``, which aligns the last query with the last key.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        CAUSAL: whether a query attends to no key after it.
+        WINDOW: whether attention is limited to a window.
+    """
     low = k_len * 0
     high = k_len
     if CAUSAL:
@@ -119,7 +151,17 @@ def key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: t
 
 @triton.jit
 def query_range(first, last, shift, q_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the queries ``[low, high)`` that may attend to a key in ``[first, last)``."""
+    """Return the range ``[low, high)`` of queries that may attend to some of a range of keys.
+
+    Args:
+        first: position of the first key.
+        last: position after the last key.
+        q_len: number of queries of the sequence.
+        shift: ``k_len - q_len``, which aligns the last query with the last key.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        CAUSAL: whether a query attends to no key after it.
+        WINDOW: whether attention is limited to a window.
+    """
     low = q_len * 0
     high = q_len
     if CAUSAL:
@@ -132,7 +174,16 @@ def query_range(first, last, shift, q_len, window, CAUSAL: tl.constexpr, WINDOW:
 
 @triton.jit
 def load_rows(ptr, rows, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load ``[rows, BLOCK_D]`` elements of a tensor whose last stride is 1, zeros where masked."""
+    """Load rows of a tensor whose last stride is 1, ``[rows, BLOCK_D]``.
+
+    Args:
+        ptr: the first row of the sequence and head.
+        rows: positions of the rows in the sequence.
+        stride: distance from row to row.
+        keep: rows to load. Others are 0.
+        D: entries of a row. Entries from D to ``BLOCK_D`` are 0.
+        BLOCK_D: the next power of two.
+    """
     d = tl.arange(0, BLOCK_D)
     mask = keep[:, None]
     if BLOCK_D != D:
@@ -142,7 +193,17 @@ def load_rows(ptr, rows, stride, keep, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Round ``[rows, BLOCK_D]`` elements, and store them where :func:`load_rows` reads."""
+    """Round values to the tensor's dtype, and store them as rows.
+
+    Args:
+        ptr: the first row of the sequence and head.
+        rows: positions of the rows in the sequence.
+        stride: distance from row to row.
+        keep: rows to store.
+        value: values ``[rows, BLOCK_D]``.
+        D: entries of a row. Entries from D to ``BLOCK_D`` are not stored.
+        BLOCK_D: the next power of two.
+    """
     d = tl.arange(0, BLOCK_D)
     mask = keep[:, None]
     if BLOCK_D != D:
@@ -156,10 +217,17 @@ def store_rows(ptr, rows, stride, keep, value, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Return which of the keys ``[n0, n0 + KEYS)`` exist and are not masked."""
+    """Return which keys of a block exist and are not masked, ``[KEYS]``.
+
+    Args:
+        mask_ptr: the sequence's row of the padding mask, 0 for masked keys.
+        n0: position of the block's first key.
+        k_len: number of keys of the sequence.
+        KEYS: keys of the block.
+        HAS_MASK: whether there is a padding mask.
+    """
     lane = tl.arange(0, KEYS)
-    # Compilers make a counter of blocks 64 bits wide. One subtraction spares a 64-bit comparison
-    # for each key.
+    # `n0` may be 64 bits wide. Subtracting it first leaves a 32-bit comparison for each key.
     keep = lane < k_len - n0
     if HAS_MASK:
         keep = keep & (tl.load(mask_ptr + n0 + lane, mask=keep, other=0) != 0)
@@ -168,7 +236,16 @@ def kept_keys(mask_ptr, n0, k_len, KEYS: tl.constexpr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def allowed(i, j, shift, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return whether query i may attend to key j; both are broadcast."""
+    """Return whether queries may attend to keys under a causal mask and a window.
+
+    Args:
+        i: positions of the queries, broadcast against ``j``.
+        j: positions of the keys.
+        shift: ``k_len - q_len``, which aligns the last query with the last key.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        CAUSAL: whether a query attends to no key after it.
+        WINDOW: whether attention is limited to a window.
+    """
     distance = j - (i + shift)
     pairs = distance == distance
     if CAUSAL:
@@ -190,9 +267,20 @@ def is_edge(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return whether a pair of the queries from ``m0`` and the keys from ``n0`` may be hidden.
+    """Return whether some pair of a block of queries and a block of keys may be hidden.
 
-    There are ``ROWS`` queries and ``KEYS`` keys. Padding masks are not considered.
+    Padding masks are not considered.
+
+    Args:
+        m0: position of the first query.
+        n0: position of the first key.
+        k_len: number of keys of the sequence.
+        ROWS: queries of the block.
+        KEYS: keys of the block.
+        shift: ``k_len - q_len``, which aligns the last query with the last key.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        CAUSAL: whether a query attends to no key after it.
+        WINDOW: whether attention is limited to a window.
     """
     edge = k_len - n0 < KEYS
     if CAUSAL:
@@ -217,14 +305,26 @@ def hide(
     HAS_MASK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Set products to minus infinity where query i may not attend to key j.
+    """Set products to minus infinity where a query may not attend to a key.
 
-    ``i``, ``j`` and ``keep`` are broadcast to the products.
+    A scale that is a positive power of two (``EXACT``) is left to :func:`distances`. Multiplication
+    by it never rounds, so that all kernels compute the same bits, even if a compiler fuses it with
+    a subtraction in only some of them. Any other scale is multiplied here, where the selection that
+    follows prevents this fusion.
 
-    A positive power of two as scale (``EXACT``) is left to :func:`distances`: multiplying by it
-    never rounds, so that a compiler may join it with a subtraction in one kernel and not in
-    another. Any other is multiplied here, and the selection keeps the product apart. Blocks that
-    hide nothing skip the selection.
+    Args:
+        s: products of queries and keys.
+        i: positions of the queries, broadcast to ``s``.
+        j: positions of the keys, broadcast to ``s``.
+        keep: keys that exist and are not masked, broadcast to ``s``.
+        edge: :func:`is_edge` of the block. Blocks that hide nothing skip the selection.
+        scale: factor of the products.
+        HAS_MASK: whether there is a padding mask.
+        EXACT: whether the scale is a positive power of two.
+        shift: ``k_len - q_len``, which aligns the last query with the last key.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        CAUSAL: whether a query attends to no key after it.
+        WINDOW: whether attention is limited to a window.
     """
     if EXACT and not HAS_MASK:
         if edge:
@@ -264,7 +364,28 @@ def score_tile(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the products of queries i and keys j, as :func:`hide` returns them.
+    """Compute the products of a tile of queries and a block of keys, as :func:`hide` returns them.
+
+    Args:
+        q: queries ``[BLOCK_M, BLOCK_D]``.
+        k_ptr: keys of the sequence and head.
+        mask_ptr: the sequence's row of the padding mask, with ``HAS_MASK``.
+        m0: position of the first query.
+        i: positions of the queries.
+        n0: position of the first key.
+        j: positions of the keys.
+        stride_k: distance from key to key.
+        k_len: number of keys of the sequence.
+        scale: factor of the products.
+        D: head dimension.
+        BLOCK_D: the next power of two.
+        HAS_MASK: whether there is a padding mask.
+        EXACT: whether the scale is a positive power of two.
+        PRECISION: precision of products of fp32.
+        shift: ``k_len - q_len``, which aligns the last query with the last key.
+        window: a query attends to keys at most this far away, with ``WINDOW``.
+        CAUSAL: whether a query attends to no key after it.
+        WINDOW: whether attention is limited to a window.
 
     Returns:
         The products ``[BLOCK_M, BLOCK_N]``, the keys ``[BLOCK_N, BLOCK_D]``, and which keys exist
@@ -293,7 +414,13 @@ def score_tile(
 
 @triton.jit
 def scaled(s, scale, EXACT: tl.constexpr):
-    """Return scores from the products that :func:`hide` returns."""
+    """Return scores from the products that :func:`hide` returns.
+
+    Args:
+        s: products. They are multiplied by the scale already without ``EXACT``.
+        scale: factor of the products.
+        EXACT: whether the scale is a positive power of two.
+    """
     if EXACT:
         s *= scale
     return s
@@ -301,7 +428,16 @@ def scaled(s, scale, EXACT: tl.constexpr):
 
 @triton.jit
 def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Return distances of scores below the peak of their row, for closed forms times e."""
+    """Return the distances of scores below the peak of their row.
+
+    Args:
+        s: products that :func:`hide` returns.
+        peak: the largest score of each row.
+        scale: factor of the products.
+        e: ``alpha - 1``.
+        KIND: kind of alpha. The distances of entmax15 and sparsemax are multiplied by ``e``.
+        EXACT: whether the scale is a positive power of two.
+    """
     d = peak - scaled(s, scale, EXACT)
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         d *= e
@@ -310,7 +446,18 @@ def distances(s, peak, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def excess(s, peak, y, scale, e, EXACT: tl.constexpr):
-    """Return ``[y - e (peak - s)]_+`` of the closed forms, whose y is at most 1."""
+    """Return ``[y - e (peak - score)]_+``, from which entmax15 and sparsemax make weights.
+
+    It is the square root of the weight of entmax15, and the weight of sparsemax.
+
+    Args:
+        s: products that :func:`hide` returns.
+        peak: the largest score of each row.
+        y: the root of each row, at most 1.
+        scale: factor of the products.
+        e: ``alpha - 1``.
+        EXACT: whether the scale is a positive power of two.
+    """
     d = peak - scaled(s, scale, EXACT)
     return saturated(d, tl.zeros_like(d) - e, tl.zeros_like(d) + y)
 
@@ -323,7 +470,20 @@ def one_if_positive(x):
 
 @triton.jit
 def weights(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Return the weights ``p``, and ``u = p^(2 - alpha)`` on the support."""
+    """Return the weights ``p`` of scores, and their slopes ``u = p^(2 - alpha)``.
+
+    Both are 0 off the support.
+
+    Args:
+        s: products that :func:`hide` returns.
+        peak: the largest score of each row.
+        y: the root of each row.
+        c: :func:`peak_power` of the root.
+        scale: factor of the products.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+        EXACT: whether the scale is a positive power of two.
+    """
     if KIND == "entmax15":
         u = excess(s, peak, y, scale, e, EXACT)
         return u * u, u
@@ -337,7 +497,18 @@ def weights(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def alive(d, y, c, e, KIND: tl.constexpr):
-    """Return whether a distance is inside the support, by the comparison that makes weights."""
+    """Return whether distances are inside the support.
+
+    The comparison is the one by which weights are positive.
+
+    Args:
+        d: distances of scores below the peak of their row, multiplied by ``e`` for entmax15 and
+            sparsemax.
+        y: the root of each row.
+        c: :func:`peak_power` of the root.
+        e: ``alpha - 1``.
+        KIND: kind of alpha.
+    """
     if (KIND == "entmax15") | (KIND == "sparsemax"):
         return d < y
     elif KIND == "softmax":
@@ -348,14 +519,36 @@ def alive(d, y, c, e, KIND: tl.constexpr):
 
 @triton.jit
 def dropout_factor(seed_ptr, i, j, plane, threshold, keep_scale):
-    """Return 0 for a dropped pair, and ``1 / (1 - p)`` for any other."""
+    """Return 0 for dropped pairs of a query and a key, and ``1 / (1 - p)`` for all others.
+
+    A Philox generator decides by the seed and the positions of a pair, so that every kernel drops
+    the same pairs.
+
+    Args:
+        seed_ptr: the seed.
+        i: positions of the queries.
+        j: positions of the keys.
+        plane: number of the sequence and head, ``b * H + h``.
+        threshold: random numbers of 24 bits below it drop the pair.
+        keep_scale: ``1 / (1 - p)`` for the probability p of dropout.
+    """
     words, _, _, _ = tl.philox(tl.load(seed_ptr), j, i, plane, 0 * plane)
     return tl.where((words >> 8).to(tl.int32) >= threshold, keep_scale, 0.0)
 
 
 @triton.jit
 def exponent(alpha_ptr, h, alpha_value, HAS_ALPHA: tl.constexpr):
-    """Return ``alpha - 1`` of head ``h``: made valid, and as the caller passed it."""
+    """Return ``alpha - 1`` of a head, made valid, and as the caller passed it.
+
+    Args:
+        alpha_ptr: alpha ``[H]``, with ``HAS_ALPHA``.
+        h: the head.
+        alpha_value: alpha of all heads without ``HAS_ALPHA``.
+        HAS_ALPHA: whether each head has its own alpha.
+
+    Returns:
+        ``alpha - 1`` with 1 in place of a number outside [0, 1], and ``alpha - 1``.
+    """
     if HAS_ALPHA:
         e = tl.load(alpha_ptr + h).to(tl.float32) - 1
     else:
@@ -365,10 +558,16 @@ def exponent(alpha_ptr, h, alpha_value, HAS_ALPHA: tl.constexpr):
 
 @triton.jit
 def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the sequence of every tile, and the first tile of every sequence.
+    """Write the sequence of each tile of a packed batch, and the first tile of each sequence.
 
-    ``cu``: offsets ``[B + 1]``. Writes ``batch`` ``[tiles]`` and ``start`` ``[B + 1]``. A tile has
-    ``ROWS`` tokens.
+    Args:
+        cu_ptr: offsets ``[B + 1]``.
+        batch_ptr: sequence of each tile, ``[tiles]``, B for tiles after the last sequence; written.
+        start_ptr: first tile of each sequence, ``[B + 1]``; written by the first program.
+        B: number of sequences.
+        tiles: number of tiles that the tables have space for.
+        ROWS: tokens of a tile.
+        BLOCK: tiles of a program.
     """
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sequence = tl.zeros((BLOCK,), tl.int32)
@@ -408,10 +607,19 @@ def tables_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the tables of the tiles of queries and of keys.
+    """Write the tables of the tiles of queries and of keys for a packed batch.
 
-    Grid: ``[ceil(tiles / BLOCK), 1 or 2]``; the second axis is 0 for queries and 1 for keys. See
-    :func:`write_table`.
+    Grid: ``[ceil(tiles / BLOCK), 1 or 2]``; the second axis is 0 for queries and 1 for keys.
+
+    Args:
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]``.
+        q_batch_ptr, k_batch_ptr: sequence of each tile; written.
+        q_start_ptr, k_start_ptr: first tile of each sequence, ``[B + 1]``; written.
+        B: number of sequences.
+        q_tiles, k_tiles: numbers of tiles that the tables have space for.
+        ROWS: queries of a tile.
+        KEYS: keys of a tile; 0 if no table of keys is needed.
+        BLOCK: tiles of a program.
     """
     if tl.program_id(1) == 0:
         write_table(cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
@@ -421,10 +629,17 @@ def tables_kernel(
 
 @triton.jit
 def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
-    """Count the errors of offsets ``[B + 1]``.
+    """Return the number of errors of the offsets of a packed batch.
 
-    They must begin with 0, end with the number of rows, and neither fall nor rise by more than
-    ``longest``.
+    Offsets must begin with 0, end with the number of rows, and never fall, nor rise by more than
+    the longest length.
+
+    Args:
+        cu_ptr: offsets ``[B + 1]``.
+        B: number of sequences.
+        rows: number of rows.
+        longest: the longest length of a sequence.
+        BLOCK: offsets that are read at a time.
     """
     wrong = (narrowed(tl.load(cu_ptr)) != 0).to(tl.int32) + (
         narrowed(tl.load(cu_ptr + B)) != rows
@@ -449,16 +664,25 @@ def nan_if_broken_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Write NaN to all elements of a dense tensor, if the offsets do not describe the rows.
+    """Write NaN to all elements of the output if the offsets of a packed batch are invalid.
 
-    Grid: any number of programs, which share the ``size`` elements of ``out``.
+    Grid: any number of programs, which share the elements.
+
+    Args:
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets ``[B + 1]``.
+        out_ptr: the output, a dense tensor; written.
+        B: number of sequences.
+        q_rows, k_rows: numbers of queries and keys.
+        longest: the longest length of a sequence of keys that the launch allows for.
+        size: number of elements of the output.
+        BLOCK: elements that are written at a time.
     """
     if (
         is_broken(cu_seqlens_q_ptr, B, q_rows, q_rows, BLOCK)
         + is_broken(cu_seqlens_k_ptr, B, k_rows, longest, BLOCK)
         > 0
     ):
-        nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
+        nans = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
             offs = first + tl.arange(0, BLOCK)
-            tl.store(out_ptr + offs, nothing, mask=offs < size)
+            tl.store(out_ptr + offs, nans, mask=offs < size)
