@@ -33,9 +33,18 @@ def _won_rows(
     ALWAYS_ACTIVE: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Return the winners of scores, and whether the scores have a gradient.
+    """Load the winners of scores, and return which scores have a gradient.
 
-    A score of 0 has none. NaN has one, so that it is noticed.
+    A score of 0 has none, except under an activation without a flat part. NaN has one, so that it
+    is noticed.
+
+    Args:
+        scores_ptr: scores ``[B, V]``.
+        winner_ptr: winners ``[B, V]``, as positions in their sequences.
+        offs: offsets of the scores.
+        mask: scores that exist.
+        ALWAYS_ACTIVE: whether the activation has no flat part.
+        NO_WINNER: winner of a sequence without valid tokens.
     """
     winner = tl.load(winner_ptr + offs, mask=mask, other=NO_WINNER).to(tl.int32)
     active = mask & (winner != NO_WINNER)
@@ -47,14 +56,19 @@ def _won_rows(
 
 @triton.jit
 def _power_of_two(largest, previous_power):
-    """Return the power of two in ``largest``, or ``previous_power`` if that is larger."""
+    """Return the power of two in ``largest``, or ``previous_power`` if that is larger.
+
+    Args:
+        largest: largest magnitude of some numbers.
+        previous_power: a power of two.
+    """
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(previous_power, tl.minimum(exponent.to(tl.float32, bitcast=True), MAX_POWER))
 
 
 @triton.jit
 def _inverse(power):
-    """Return the exact ``1 / power`` of a power of two."""
+    """Return ``1 / power``, exactly, for a power of two."""
     return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
@@ -76,19 +90,26 @@ def count_kernel(
     NO_WINNER: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Count the entries of a vocabulary split that a tile of rows won.
+    """Count the scores of a vocabulary split that each tile of rows won.
 
-    Instance ``(tile, split)`` writes ``count_ptr [tiles, SPLITS]``, int32.
+    Instance ``(tile, split)`` counts for one tile and one split.
 
     Args:
         scores_ptr: scores ``[B, V]``.
         winner_ptr: winners ``[B, V]``, as positions in their sequences.
-        cu_ptr: ``[B + 1]`` first rows of the sequences, unless UNIFORM.
-        count_ptr: counts; written.
-        N: rows of hidden.
+        cu_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        count_ptr: counts ``[tiles, SPLITS]``, int32; written.
+        B: number of sequences.
+        V: number of columns.
+        N: number of rows of hidden.
         uniform_length: length of all sequences, if UNIFORM.
-        SPLITS: number of splits.
+        SPLITS: number of splits of the vocabulary.
         split_v: columns of a split.
+        BLOCK_R: rows of a tile.
+        BLOCK: columns that are read at a time.
+        ALWAYS_ACTIVE: whether the activation has no flat part.
+        NO_WINNER: winner of a sequence without valid tokens.
+        UNIFORM: whether all sequences have the same length.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -118,9 +139,15 @@ def count_kernel(
 
 @triton.jit
 def _sum_counts(count_ptr, first, last):
-    """Return the sum of the counts from ``first`` to ``last``, below 2**31.
+    """Return the sum of a range of counts, below 2**31.
 
-    Arguments and result are int64.
+    Args:
+        count_ptr: counts, int32.
+        first: index of the first count, int64.
+        last: index after the last count, int64.
+
+    Returns:
+        The sum in int64.
     """
     counts = tl.zeros((SUM_BLOCK,), tl.int32)
     for i0 in range(first, last, SUM_BLOCK):
@@ -155,20 +182,36 @@ def list_kernel(
     UNIFORM: tl.constexpr,
     HAS_PREFIX_SUMS: tl.constexpr,
 ):
-    """List the entries of a vocabulary split that a tile of rows won, in the order of the counts.
+    """List the scores of a vocabulary split that a tile of rows won, with their gradients.
 
-    Instance ``(tile, split)`` appends to the lists of all instances. An entry has a code (the
-    column and the row in the tile) and a gradient.
+    An entry of the list has a code, which packs the column and the row in the tile, and a gradient.
+    Entries of all tiles are in one list, at the offsets that follow from the counts. Instance
+    ``(tile, split)`` lists one split of one tile.
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
             ``stride_dv``.
-        prefix_sum_ptr: inclusive prefix sums of the counts, if ADDED_UP.
-        count_ptr: the counts. Without ADDED_UP every instance adds up those that it needs.
+        scores_ptr: scores ``[B, V]``.
+        winner_ptr: winners ``[B, V]``, as positions in their sequences.
+        cu_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        prefix_sum_ptr: inclusive prefix sums of the counts, if HAS_PREFIX_SUMS. Otherwise every
+            instance adds up the counts that it needs.
+        count_ptr: counts ``[tiles, SPLITS]`` of :func:`count_kernel`.
         code_ptr: codes of the entries, int32; written.
         grad_ptr: gradients of the entries; written.
-
-    The other arguments are as in :func:`count_kernel`.
+        B: number of sequences.
+        V: number of columns.
+        N: number of rows of hidden.
+        uniform_length: length of all sequences, if UNIFORM.
+        SPLITS: number of splits of the vocabulary.
+        split_v: columns of a split.
+        BLOCK_R: rows of a tile.
+        BLOCK: columns that are read at a time.
+        ACTIVATION: activation of the scores.
+        ALWAYS_ACTIVE: whether the activation has no flat part.
+        NO_WINNER: winner of a sequence without valid tokens.
+        UNIFORM: whether all sequences have the same length.
+        HAS_PREFIX_SUMS: whether the counts were added up before.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -230,17 +273,29 @@ def dhidden_kernel(
     PRECISION: tl.constexpr,
     HAS_PREFIX_SUMS: tl.constexpr,
 ):
-    """Compute ``dhidden[tile] = onehot(row) * g @ weight[v]``, over the tile's entries in order.
+    """Compute the gradient of a tile of rows of hidden, from the list of the scores that they won.
 
-    Instance ``(tile, j)`` computes block j of the columns.
+    A step reads BLOCK_E entries, gathers their rows of the weight, and multiplies these by a
+    one-hot matrix ``[BLOCK_R, BLOCK_E]`` of the gradients. Entries are added in the order of the
+    list. Instance ``(tile, j)`` computes block j of D.
 
     Args:
         weight_ptr: weight ``[V, D]``.
-        prefix_sum_ptr: see :func:`list_kernel`.
-        count_ptr: see :func:`list_kernel`.
-        code_ptr: codes of the entries.
+        prefix_sum_ptr: inclusive prefix sums of the counts, if HAS_PREFIX_SUMS.
+        count_ptr: counts ``[tiles, SPLITS]`` of entries.
+        code_ptr: codes of the entries, see :func:`list_kernel`.
         grad_ptr: gradients of the entries.
         dhidden_ptr: gradient ``[N, D]``; written.
+        N: number of rows of hidden.
+        SPLITS: number of splits of the vocabulary.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_R: rows of a tile.
+        BLOCK_D: entries of an instance.
+        BLOCK_E: entries of the list that are read at a time.
+        SCALED: whether gradients are scaled by powers of two into the range of fp16.
+        PRECISION: precision of products of fp32.
+        HAS_PREFIX_SUMS: whether the counts were added up before.
     """
     tile = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -257,7 +312,7 @@ def dhidden_kernel(
     rows = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     power = tl.full((), MIN_POWER, tl.float32)
-    # in 32 bits: with 64, Triton 3.9 takes 254 registers and loads without asynchronous copies
+    # `count` has 32 bits. With 64, Triton 3.9 takes 254 registers, and no asynchronous copies.
     for e0 in range(0, count, BLOCK_E):
         entry = e0 + tl.arange(0, BLOCK_E)
         code = tl.load(code_ptr + entry, mask=entry < count, other=0)  # [BLOCK_E]
@@ -322,18 +377,45 @@ def dweight_kernel(
 ):
     """Compute the gradients of the weight and the bias.
 
-    ``dweight[v]`` is the sum of ``g[b, v] * hidden[winner[b, v]]`` over b, and ``dbias[v]`` the sum
-    of ``g[b, v]``. Instances take blocks of the weight in turn. An instance lists the entries of
-    BLOCK_B sequences that have a gradient, in rising b, in a few kilobytes of its own memory. It
-    reads them back as a one-hot matrix of g, so that other entries need no gather.
+    With the gradient ``g`` of the logits,
+    ``dweight[v] = logit_scale * sum_b g[b, v] * hidden[winner[b, v]]`` and
+    ``dbias[v] = sum_b g[b, v]``.
+
+    An item of work is a block of columns and a block of D. Instances take items in turn. For
+    BLOCK_B sequences at a time, an instance writes the entries with a gradient to a list in its own
+    scratch, in rising b. It reads the list back in steps of BLOCK_E entries, gathers their rows of
+    hidden, and multiplies these by a one-hot matrix of g. Scores without a gradient thus cost no
+    gather.
 
     Args:
-        code64_ptr: memory for the entries' codes, ``[programs, BLOCK_B * BLOCK_V]``, int64.
-        grad_ptr: memory for the entries' gradients, of the same shape.
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+            ``stride_dv``.
+        scores_ptr: scores ``[B, V]``.
+        winner_ptr: winners ``[B, V]``, as positions in their sequences.
+        rows_ptr: hidden ``[N, D]``.
+        cu_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        code64_ptr: scratch for the codes of listed entries, ``[programs, BLOCK_B * BLOCK_V]``,
+            int64. A code packs the row of hidden and the column in the block.
+        grad_ptr: scratch for their gradients, of the same shape.
         dweight_ptr: gradient ``[V, D]``; written, or added to with ACCUMULATE.
-        dbias_ptr: gradient ``[V]``; written.
-
-    The other arguments are as in the kernels above.
+        dbias_ptr: gradient ``[V]``; written with NEED_BIAS.
+        B: number of sequences.
+        V: number of columns.
+        N: number of rows of hidden.
+        uniform_length: length of all sequences, if UNIFORM.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_B, BLOCK_V: sequences and columns that are listed at a time.
+        BLOCK_D: entries of a block of D.
+        BLOCK_E: listed entries that are multiplied at a time.
+        ACTIVATION: activation of the scores.
+        ALWAYS_ACTIVE: whether the activation has no flat part.
+        NO_WINNER: winner of a sequence without valid tokens.
+        UNIFORM: whether all sequences have the same length.
+        NEED_WEIGHT, NEED_BIAS: which gradients are needed.
+        ACCUMULATE: whether the gradient of the weight is added to ``dweight``.
+        SCALED: whether gradients are scaled by powers of two into the range of fp16.
+        PRECISION: precision of products of fp32.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     list_offset = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V
@@ -345,11 +427,12 @@ def dweight_kernel(
         acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         dbias = tl.zeros((BLOCK_V,), tl.float32)
         power = tl.full((BLOCK_V,), MIN_POWER, tl.float32)
-        total = 0
+        n_entries = 0
         for b0 in range(0, B, BLOCK_B):
             b = b0 + tl.arange(0, BLOCK_B)
             offs = b.to(tl.int64)[:, None] * V + v[None, :]
             inside = (b < B)[:, None] & (v < V)[None, :]
+            # Step 1: the gradients of the logits.
             # [BLOCK_B, BLOCK_V]
             winner, active = _won_rows(
                 scores_ptr,
@@ -371,8 +454,9 @@ def dweight_kernel(
                 else:
                     start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))  # [BLOCK_B]
                 row = winner + start[:, None]
-                # invalid cu_seqlens must not make this read elsewhere
+                # Invalid cu_seqlens must not read outside hidden.
                 active = active & (row >= 0) & (row < N)
+                # Step 2: list the entries with a gradient.
                 flag = tl.reshape(active.to(tl.int32), (BLOCK_B * BLOCK_V,))
                 count = tl.sum(flag)
                 if count > 0:
@@ -384,10 +468,11 @@ def dweight_kernel(
                             acc *= (previous_power * _inverse(power))[:, None]
                     entry_offs = list_offset + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
                     code = (row.to(tl.int64) * BLOCK_V) + v_in_tile[None, :]
-                    tl.debug_barrier()  # the list before this one has been read
+                    tl.debug_barrier()  # all threads have read the previous list
                     tl.store(code64_ptr + entry_offs, code, mask=active)
                     tl.store(grad_ptr + entry_offs, grad.to(grad_ptr.dtype.element_ty), mask=active)
-                    tl.debug_barrier()
+                    tl.debug_barrier()  # the list is written
+                    # Step 3: multiply the listed entries by their rows of hidden.
                     for e0 in range(0, count, BLOCK_E):
                         entry = e0 + tl.arange(0, BLOCK_E)
                         entry_mask = entry < count
@@ -411,7 +496,7 @@ def dweight_kernel(
                         # [BLOCK_V, BLOCK_E]
                         onehot = tl.where(is_column, g[None, :], 0.0).to(h.dtype)
                         acc = tl.dot(onehot, h, acc, input_precision=PRECISION)
-                    total += count
+                    n_entries += count
         if NEED_WEIGHT:
             mask = (v < V)[:, None] & mask_d[None, :]
             offs_w = v.to(tl.int64)[:, None] * D + d[None, :]
@@ -420,7 +505,7 @@ def dweight_kernel(
             acc *= logit_scale
             if not ACCUMULATE:
                 tl.store(dweight_ptr + offs_w, acc.to(dweight_ptr.dtype.element_ty), mask=mask)
-            elif total > 0:
+            elif n_entries > 0:
                 tl.store(
                     dweight_ptr + offs_w,
                     tl.load(dweight_ptr + offs_w, mask=mask, other=0.0) + acc,

@@ -23,7 +23,14 @@ from tilefold.ops.lsr_head._triton.sequences import (
 
 @triton.jit
 def _reduce_tokens(x, AXIS: tl.constexpr, N: tl.constexpr, WITH_WINNERS: tl.constexpr):
-    """Return maxima over the last axis, of size N, and the lowest index that has each."""
+    """Return maxima over the last axis, and the lowest index that has each.
+
+    Args:
+        x: the numbers. NaN makes a maximum NaN.
+        AXIS: the last axis, 1 or 2.
+        N: its size.
+        WITH_WINNERS: whether indices are needed; 0 if not.
+    """
     best = tl.reduce(x, AXIS, nan_max)
     if WITH_WINNERS:
         index = tl.arange(0, N)
@@ -69,33 +76,52 @@ def max_forward_kernel(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the scores of max pooling.
+    """Compute the scores of max pooling, the activated maxima of logits over tokens.
 
-    Program instances take items in turn. An item is a block of vocabulary columns and a split of
-    the token tiles. Its loop goes over the token tiles, and over D within each. Sequences that
-    begin and end within a split are stored as scores, and the others as partial maxima for
+    An item of work is a block of BLOCK_V vocabulary columns for one split of the token tiles.
+    Program instances take items in turn. For each token tile of an item, the products over D are
+    accumulated, and folded into the running maxima ``best`` of the current sequence.
+
+    A sequence that begins and ends within the split is finished, and its scores are stored. Maxima
+    of a sequence that crosses a border of the split are stored as partial ones for
     :func:`combine_kernel`.
+
+    The loops over items, token tiles and steps of D are one loop, so that Triton pipelines the
+    loads across all of them.
 
     Args:
         weight_src: weight ``[V, D]``, a pointer or a TMA descriptor.
         rows_src: packed token states ``[T, D]``, a pointer or a TMA descriptor. Sequences begin at
             multiples of GROUP rows.
-        row_scale_ptr: ``[T]`` scales of quantised token states, in whole tiles.
-        weight_scale_ptr: ``[V]`` scales of a quantised weight.
-        bias_ptr: ``[V]``.
-        offset_ptr: ``[B + 1]`` first rows of the sequences, unless UNIFORM.
-        position_ptr: ``[T]`` position of each row in its sequence, if HAS_POSITIONS.
-        out_ptr: scores ``[B, V]``.
-        winner_ptr: winners ``[B, V]``, if WITH_WINNERS.
-        part_ptr: partial maxima ``[2 * splits, V]``, fp32.
-        part_winner_ptr: their rows, int32.
+        row_scale_ptr: scales of quantised token states, ``[T]``, in whole tiles.
+        weight_scale_ptr: scales of a quantised weight, ``[V]``.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        position_ptr: position of each row in its sequence, ``[T]``, if HAS_POSITIONS.
+        out_ptr: scores ``[B, V]``; written.
+        winner_ptr: winners ``[B, V]``; written if WITH_WINNERS.
+        part_ptr: partial maxima ``[2 * splits, V]``, fp32; written.
+        part_winner_ptr: their rows, int32; written if WITH_WINNERS.
         B: number of sequences.
         V: number of columns.
         T: number of rows, if UNIFORM.
         uniform_length: length of all sequences, if UNIFORM.
         splits: number of splits of the token tiles.
-        multiple: number of tiles that a split's size is a multiple of.
+        multiple: number that the tiles of a split are a multiple of.
         logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_V, BLOCK_T, BLOCK_K: columns, tokens and entries of a tile.
+        GROUP: sequences begin at multiples of it.
+        ACTIVATION: activation of the scores.
+        HAS_BIAS: whether there is a bias.
+        HAS_POSITIONS: whether padded sequences had masked tokens, so that packed rows have other
+            positions.
+        WITH_WINNERS: whether winners are needed for a backward pass.
+        HAS_SCALE: whether ``logit_scale`` is not 1.
+        UNIFORM: whether all sequences have the same length.
+        QUANTIZED: whether token states and weight are quantised.
+        USE_TMA: whether the sources are TMA descriptors.
+        PRECISION: precision of products of fp32.
     """
     K_STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
@@ -105,6 +131,7 @@ def max_forward_kernel(
     item = tl.program_id(0)
     stride = tl.num_programs(0)
 
+    # The token tiles of all items of this instance.
     total_tiles = 0
     for i in range(item, n_items, stride):
         split = i % n_splits
@@ -142,7 +169,7 @@ def max_forward_kernel(
             )  # [BLOCK_T, BLOCK_K]
         acc = tl.dot(w, h.T, acc, input_precision=PRECISION)
         k += 1
-        if k == K_STEPS:
+        if k == K_STEPS:  # the products of this token tile are complete
             if HAS_SCALE:
                 acc *= logit_scale
             if QUANTIZED:
@@ -272,7 +299,7 @@ def max_forward_kernel(
             acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
             k = 0
             r0 += BLOCK_T
-            if r0 == last_row:
+            if r0 == last_row:  # the item is done: begin the next one
                 if (start < last_row) & (seq < B):  # the sequence continues in the next split
                     slot = 2 * split + tl.where(start < split_row, 0, 1)
                     store_partial(
@@ -339,10 +366,38 @@ def combine_kernel(
     QUANTIZED: tl.constexpr,
     SCREENED: tl.constexpr,
 ):
-    """Combine the partial maxima of sequences that are divided among splits.
+    """Combine the partial maxima of sequences that are divided among splits into scores.
 
-    Instance ``(b, j)`` handles sequence b and block j of the columns. With SCREENED nothing is done
-    if the screen has computed the scores. Args are as in :func:`max_forward_kernel`.
+    Instance ``(b, j)`` handles sequence b and block j of the columns.
+
+    Args:
+        weight_scale_ptr: scales of a quantised weight, ``[V]``.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        position_ptr: position of each row in its sequence, ``[T]``, if HAS_POSITIONS.
+        out_ptr: scores ``[B, V]``; written.
+        winner_ptr: winners ``[B, V]``; written if WITH_WINNERS.
+        part_ptr: partial maxima ``[2 * splits, V]``, fp32. A split has two rows: the first for a
+            sequence that began before it, and the second for one that ends after it.
+        part_winner_ptr: their rows, int32.
+        state_ptr: state of the screen, if SCREENED.
+        B: number of sequences.
+        V: number of columns.
+        T: number of rows, if UNIFORM.
+        uniform_length: length of all sequences, if UNIFORM.
+        splits: number of splits of the token tiles.
+        multiple: number that the tiles of a split are a multiple of.
+        sample_limit, limit: limits of :func:`runs_screened`.
+        BLOCK_T: tokens of a tile.
+        BLOCK: columns of an instance.
+        ACTIVATION: activation of the scores.
+        HAS_BIAS: whether there is a bias.
+        HAS_POSITIONS: whether padded sequences had masked tokens, so that packed rows have other
+            positions.
+        WITH_WINNERS: whether winners are needed for a backward pass.
+        UNIFORM: whether all sequences have the same length.
+        QUANTIZED: whether token states and weight are quantised.
+        SCREENED: whether nothing is done if the screen has computed the scores.
     """
     seq = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -44,7 +44,17 @@ ELEMENTS = {
 
 @gluon.jit
 def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
-    """Return the first sequence that reaches past ``row``."""
+    """Return the first sequence that ends after a row.
+
+    For row 0 it is the first sequence, even if that is empty.
+
+    Args:
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        row: the row.
+        B: number of sequences.
+        uniform_length: length of all sequences, if UNIFORM.
+        UNIFORM: whether all sequences have the same length.
+    """
     if UNIFORM:
         return row // uniform_length
     else:
@@ -60,10 +70,19 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
 
 @gluon.jit
 def _lowest_tokens_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constexpr):
-    """Return the lowest token of the tile where each lane has ``highest``.
+    """Return the lowest token of the tile where each lane has its highest product.
 
-    The result is ``[HALF_V, N_GROUPS, LANES]``. A lane's tokens are the same in every lane but for
-    constants of the code, so that they need no registers.
+    The lanes of a row hold the same tokens but for an offset. It is added last, so that all other
+    numbers of tokens are constants of the code, and need no registers.
+
+    Args:
+        grouped: products ``[HALF_V, N_GROUPS, GROUP // 8, LANES, 2]``.
+        highest: the highest product of each group and lane, ``[HALF_V, N_GROUPS, LANES]``.
+        N_GROUPS: groups of tokens of the tile.
+        GROUP: tokens of a group.
+
+    Returns:
+        ``[HALF_V, N_GROUPS, LANES]``.
     """
     one_eight: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, grouped.type.layout))
     one_two: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, grouped.type.layout))
@@ -83,7 +102,14 @@ def _lowest_tokens_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_WINNERS: gl.constexpr):
-    """Return maxima over all tokens of the tile, and the lowest token that has each."""
+    """Return maxima over all tokens of a tile, and the lowest token that has each.
+
+    Args:
+        acc: products ``[HALF_V, N]``.
+        N: tokens of the tile.
+        WITH_WINNERS: whether tokens are needed; 0 if not.
+        LEAN_WINNERS: whether tokens are found lane by lane, which needs fewer registers.
+    """
     if WITH_WINNERS and LEAN_WINNERS:
         grouped = acc.reshape([HALF_V, 1, N // 8, LANES, 2])
         lane_best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
@@ -111,7 +137,17 @@ def _reduce_groups(
 ):
     """Return maxima over the tokens of each group that a lane holds, and their tokens.
 
-    Both are ``[HALF_V, N_GROUPS, LANES]``. The lanes are combined once per sequence, not per group.
+    The lanes are combined once per sequence, not per group.
+
+    Args:
+        acc: products ``[HALF_V, N_GROUPS * GROUP]``.
+        N_GROUPS: groups of tokens of the tile.
+        GROUP: tokens of a group.
+        WITH_WINNERS: whether tokens are needed; 0 if not.
+        LEAN_WINNERS: whether tokens are found lane by lane, which needs fewer registers.
+
+    Returns:
+        Both ``[HALF_V, N_GROUPS, LANES]``.
     """
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
@@ -145,7 +181,22 @@ def _load_tiles(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Run the loading warp: fill the ring in the order in which the groups of warps read it."""
+    """Run the loading warp: fill a ring of buffers with tiles, in the order in which they are read.
+
+    Args:
+        weight_desc: TMA descriptor of the weight ``[V, D]``.
+        rows_desc: TMA descriptor of the token states ``[T, D]``.
+        w_ring: buffers of tiles of the weight, two halves for each stage.
+        h_ring: buffers of tiles of token states, one for each stage.
+        full: barriers on which readers wait until a stage is loaded.
+        empty: barriers on which this warp waits until a stage was read.
+        n_items: number of items of work.
+        n_tiles: number of token tiles.
+        split_tiles: number of token tiles of a split.
+        K_STEPS: steps over D.
+        BLOCK_T, BLOCK_K: tokens and entries of a tile.
+        STAGES: number of stages of the ring.
+    """
     n_splits = gl.cdiv(n_tiles, split_tiles)
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
@@ -181,7 +232,18 @@ def _multiply_tile(
     K_STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Compute a group's products of a tile, as soon as the steps of the ring are filled.
+    """Compute the products of one half of the columns with a token tile, as the ring is filled.
+
+    Args:
+        acc: accumulator ``[HALF_V, BLOCK_T]``.
+        step: number of the first step, counted over all tiles.
+        w_ring: buffers of tiles of the weight, two halves for each stage.
+        h_ring: buffers of tiles of token states, one for each stage.
+        full: barriers on which this group waits until a stage is loaded.
+        empty: barriers that tell the loading warp that a stage was read.
+        HALF: number of the half, 0 or 1.
+        K_STEPS: steps over D.
+        STAGES: number of stages of the ring.
 
     Returns:
         The products ``[HALF_V, BLOCK_T]``, and the step after the last one.
@@ -226,10 +288,25 @@ def _fold_tiles(
     """Run one group of four warps: products and running maxima of one half of the columns.
 
     The loops and the cases are those of ``max_forward_kernel`` in ``max_forward.py``, which
-    describes the items and the splits.
+    describes the items and the splits. The current sequence is ``seq``, with the rows from
+    ``start`` to ``end`` and the maxima ``best`` so far.
 
     Args:
-        operands: tuple of the tensors and numbers of :func:`max_forward_hopper_kernel`.
+        operands: the tensors and numbers of :func:`max_forward_hopper_kernel`, in the order in
+            which they are unpacked below.
+        K_STEPS: steps over D.
+        BLOCK_T: tokens of a tile.
+        STAGES: number of stages of the ring.
+        GROUP: sequences begin at multiples of it.
+        ACTIVATION: activation of the scores.
+        HAS_BIAS: whether there is a bias.
+        HAS_POSITIONS: whether padded sequences had masked tokens, so that packed rows have other
+            positions.
+        WITH_WINNERS: whether winners are needed for a backward pass.
+        HAS_SCALE: whether ``logit_scale`` is not 1.
+        UNIFORM: whether all sequences have the same length.
+        QUANTIZED: whether token states and weight are quantised.
+        LEAN_WINNERS: whether winners are found lane by lane, which needs fewer registers.
         HALF: number of the half, 0 or 1.
     """
     (
@@ -277,7 +354,7 @@ def _fold_tiles(
         seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
         start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
         end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
-        # loaded before it is needed
+        # Loaded one sequence ahead, so that its latency is hidden.
         next_end = sequence_offset(offset_ptr, seq + 2, B, uniform_length, UNIFORM)
         best = gl.full([HALF_V], float("-inf"), gl.float32, layout=column)
         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, split_row)
@@ -491,15 +568,21 @@ def max_forward_hopper_kernel(
 ):
     """Compute the scores of max pooling, with warps of different roles.
 
-    One warp loads tiles by TMA into a ring of STAGES buffers, and two groups of four warps compute
-    half of the vocabulary tile each. Items, partial maxima and arguments are as in
-    :func:`tilefold.ops.lsr_head._triton.max_forward.max_forward_kernel`. With SCREENED nothing is
-    done if the screen computes the scores.
+    One warp loads tiles by TMA into a ring of STAGES buffers. Two groups of four warps each compute
+    half of the columns of a vocabulary tile. With SCREENED nothing is done if the screen computes
+    the scores.
 
     Args:
+        weight_desc: TMA descriptor of the weight ``[V, D]``.
+        rows_desc: TMA descriptor of the packed token states ``[T, D]``.
         state_ptr: state of the screen, if SCREENED.
-        sample_limit: see :func:`tilefold.ops.lsr_head._triton.screen.runs_screened`.
-        limit: see there.
+        sample_limit, limit: limits of :func:`tilefold.ops.lsr_head._triton.screen.runs_screened`.
+        STAGES: number of stages of the ring.
+        LEAN_WINNERS: whether winners are found lane by lane, which needs fewer registers.
+        SCREENED: whether the screen may compute the scores.
+
+    Items of work, partial maxima and all other arguments are those of
+    :func:`tilefold.ops.lsr_head._triton.max_forward.max_forward_kernel`.
     """
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T

@@ -25,9 +25,16 @@ def _token_positions(
     NO_WINNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the positions of the first (with LAST, the last) valid tokens of sequences ``b``.
+    """Return the position of the first or last valid token of each sequence, int32.
 
-    They are int32, and NO_WINNER without a valid token.
+    Args:
+        mask_ptr: mask ``[B, S]``.
+        b: the sequences.
+        inside: sequences that exist.
+        S: length of the padded sequences.
+        LAST: whether the last token is searched; otherwise the first.
+        NO_WINNER: position of a sequence without valid tokens.
+        BLOCK: mask entries that are read at a time.
     """
     position = tl.zeros(b.shape, tl.int32) + (-1 if LAST else S)
     for s0 in range(0, S, BLOCK):
@@ -51,9 +58,17 @@ def find_kernel(
     NO_WINNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the position of the token of sequence b in a large mask, before the forward kernel.
+    """Find the pooled token of each sequence in a large mask, before the forward kernel.
 
-    Instance b reads ``mask_ptr [B, S]``, and writes ``winner_ptr [B]``.
+    Instance b handles sequence b.
+
+    Args:
+        mask_ptr: mask ``[B, S]``.
+        winner_ptr: positions ``[B]`` of the tokens; written.
+        S: length of the padded sequences.
+        LAST: whether the last valid token is searched; otherwise the first.
+        NO_WINNER: position of a sequence without valid tokens.
+        BLOCK: mask entries that are read at a time.
     """
     b = tl.program_id(0) + tl.arange(0, 1)
     position = _token_positions(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
@@ -73,9 +88,23 @@ def _token_rows(
     LAST: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Return the row of the pooled token of each sequence ``b``, and whether it has a valid token.
+    """Return the row of hidden of each sequence's pooled token, and whether there is one.
 
-    The rows are those of hidden, in int64.
+    Args:
+        winner_ptr: positions ``[B]`` of the tokens in their sequences, if MASKED.
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
+        b: the sequences.
+        B: number of sequences.
+        N: number of rows of hidden.
+        length: length of the padded sequences.
+        PACKED: whether the batch is packed.
+        MASKED: whether a padded batch has a mask.
+        LAST: whether the pooling takes the last valid token; otherwise it takes the first.
+        NO_WINNER: position of a sequence without valid tokens.
+
+    Returns:
+        Rows in int64, and booleans: False for sequences without a valid token or with invalid
+        offsets.
     """
     if PACKED:
         start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
@@ -92,7 +121,13 @@ def _token_rows(
 
 @triton.jit
 def offsets_are_valid(cu_ptr, B, N):
-    """Whether ``cu_seqlens`` starts with 0, never falls and ends with N."""
+    """Return whether offsets start with 0, never fall and end with N.
+
+    Args:
+        cu_ptr: offsets ``[B + 1]``.
+        B: number of sequences.
+        N: number of rows.
+    """
     valid = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
     for b0 in range(0, B, CHECK_BLOCK):
         b = b0 + tl.arange(0, CHECK_BLOCK)
@@ -116,7 +151,21 @@ def logits_tile(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the products of rows of hidden and the weight, ``[BLOCK_T, BLOCK_V]`` fp32."""
+    """Return the products of some rows of hidden and a block of the weight.
+
+    The result is ``[BLOCK_T, BLOCK_V]`` in fp32.
+
+    Args:
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: hidden ``[N, D]``.
+        offs_v: columns ``[BLOCK_V]``, the rows of the weight.
+        row: rows of hidden, ``[BLOCK_T]``.
+        valid: rows that are read; the others count as 0.
+        V: number of columns.
+        D: hidden dimension.
+        BLOCK_V, BLOCK_T, BLOCK_K: columns, rows and entries of a tile.
+        PRECISION: precision of products of fp32.
+    """
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     for k0 in tl.range(0, D, BLOCK_K):
         offs_k = k0 + tl.arange(0, BLOCK_K)
@@ -175,8 +224,22 @@ def forward_kernel(
         winner_ptr: positions of the tokens ``[B]``, if MASKED. Written if WITH_WINNERS.
         cu_ptr: offsets ``[B + 1]``, if PACKED. Invalid ones make scores NaN.
         out_ptr: scores ``[B, V]``; written.
-        FIND: entries of the mask that are searched at a time; 0 if :func:`find_kernel` has
-            searched.
+        B: number of sequences.
+        V: number of columns.
+        N: number of rows of hidden.
+        length: length of the padded sequences.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_B, BLOCK_V, BLOCK_K: sequences, columns and entries of a tile.
+        ACTIVATION: activation of the scores.
+        HAS_BIAS: whether there is a bias.
+        PACKED: whether the batch is packed.
+        MASKED: whether a padded batch has a mask.
+        LAST: whether the pooling takes the last valid token; otherwise it takes the first.
+        NO_WINNER: position of a sequence without valid tokens.
+        FIND: mask entries that are read at a time; 0 if :func:`find_kernel` has found the tokens.
+        WITH_WINNERS: whether positions are needed for a backward pass.
+        PRECISION: precision of products of fp32.
     """
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -217,7 +280,7 @@ def forward_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     scores = tl.where(valid[:, None], activate(acc, ACTIVATION), 0.0)
-    if PACKED:  # invalid offsets must not give a plausible number
+    if PACKED:  # invalid offsets must not yield plausible scores
         scores = tl.where(offsets_are_valid(cu_ptr, B, N), scores, float("nan"))
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     tl.store(
@@ -239,7 +302,18 @@ def _logit_gradient(
     inside,
     ACTIVATION: tl.constexpr,
 ):
-    """Return ``dscores * act'`` of sequences ``b`` and columns ``v``, fp32."""
+    """Return the gradients of logits from those of their scores, fp32.
+
+    Args:
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+            ``stride_dv``.
+        scores_ptr: scores ``[B, V]``.
+        b: the sequences.
+        v: the columns.
+        V: number of columns.
+        inside: scores that have a gradient; the others get 0.
+        ACTIVATION: activation of the scores.
+    """
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     score = tl.load(scores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     offs = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
@@ -277,18 +351,36 @@ def weight_gradient_kernel(
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute ``dweight[v] = sum_b g[b, v] * hidden[row of b]`` and ``dbias[v] = sum_b g[b, v]``.
+    """Compute the gradients of the weight and the bias, for cls or last pooling.
 
-    The sums are in rising b. Instances are blocks of the weight.
+    With the gradient ``g`` of the logits,
+    ``dweight[v] = logit_scale * sum_b g[b, v] * hidden[row of b]`` and
+    ``dbias[v] = sum_b g[b, v]``, summed in rising b. An instance computes one block of the weight.
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
             ``stride_dv``.
         scores_ptr: scores ``[B, V]``.
+        winner_ptr: positions of the tokens ``[B]``, if MASKED.
+        rows_ptr: hidden ``[N, D]``.
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
         dweight_ptr: gradient ``[V, D]``; written if NEED_WEIGHT.
         dbias_ptr: gradient ``[V]``; written if NEED_BIAS.
-
-    The other arguments are as in :func:`forward_kernel`.
+        B: number of sequences.
+        V: number of columns.
+        N: number of rows of hidden.
+        length: length of the padded sequences.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_B, BLOCK_V, BLOCK_D: sequences, columns and entries of a tile.
+        ACTIVATION: activation of the scores.
+        PACKED: whether the batch is packed.
+        MASKED: whether a padded batch has a mask.
+        LAST: whether the pooling takes the last valid token; otherwise it takes the first.
+        NO_WINNER: position of a sequence without valid tokens.
+        NEED_WEIGHT, NEED_BIAS: which gradients are needed.
+        SCALED: whether gradients are scaled by powers of two into the range of fp16.
+        PRECISION: precision of products of fp32.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
     item = tl.program_id(0)
@@ -380,18 +472,39 @@ def split_gradient_kernel(
     PRECISION: tl.constexpr,
     CLEAR: tl.constexpr,
 ):
-    """Compute ``part[split, b]``, the sum of ``g[b, v] * weight[v]`` over a vocabulary split.
+    """Compute the sums of a vocabulary split for the gradient of hidden, for cls or last pooling.
 
-    The sums are in fp32 and in rising v. Instance ``(i, split, j)`` handles block i of D and block
-    j of the sequences. Instances also clear ``dhidden``.
+    With the gradient ``g`` of the logits, ``part[split, b]`` sums ``g[b, v] * weight[v]`` over the
+    split's columns, in fp32 and in rising v. :func:`store_rows_kernel` adds up the splits. Instance
+    ``(i, split, j)`` handles block i of D and block j of the sequences. Instances also clear
+    ``dhidden``.
 
     Args:
+        dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
+            ``stride_dv``.
+        scores_ptr: scores ``[B, V]``.
+        winner_ptr: positions of the tokens ``[B]``, if MASKED.
+        weight_ptr: weight ``[V, D]``.
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
         part_ptr: sums ``[splits, B, D]``, fp32; written.
-        dhidden_ptr: gradient ``[N, D]``; cleared, CLEAR numbers at a time.
+        dhidden_ptr: gradient ``[N, D]``; cleared.
+        B: number of sequences.
+        V: number of columns.
+        N: number of rows of hidden.
+        length: length of the padded sequences.
         split_v: columns of a split.
-
-    The other arguments are as in :func:`weight_gradient_kernel`.
+        D: hidden dimension.
+        BLOCK_B, BLOCK_V, BLOCK_D: sequences, columns and entries of a tile.
+        ACTIVATION: activation of the scores.
+        PACKED: whether the batch is packed.
+        MASKED: whether a padded batch has a mask.
+        LAST: whether the pooling takes the last valid token; otherwise it takes the first.
+        NO_WINNER: position of a sequence without valid tokens.
+        SCALED: whether gradients are scaled by powers of two into the range of fp16.
+        PRECISION: precision of products of fp32.
+        CLEAR: entries that are cleared at a time.
     """
+    # All instances share the clearing of dhidden.
     programs = tl.num_programs(0) * tl.num_programs(1)
     program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1) + programs * tl.program_id(2)
     n_entries = tl.cast(N, tl.int64) * D
@@ -463,9 +576,27 @@ def store_rows_kernel(
     LAST: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Add up the splits in order, and store the gradients of the tokens that were selected.
+    """Add up the splits of :func:`split_gradient_kernel`, and store the gradients of pooled tokens.
 
-    The other rows of ``dhidden [N, D]`` are zeros already.
+    The other rows of ``dhidden`` are zeros already. Instance ``(i, j)`` handles block i of the
+    sequences and block j of D.
+
+    Args:
+        winner_ptr: positions of the tokens ``[B]``, if MASKED.
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
+        part_ptr: sums ``[splits, B, D]``, fp32.
+        dhidden_ptr: gradient ``[N, D]``; written.
+        B: number of sequences.
+        N: number of rows of hidden.
+        length: length of the padded sequences.
+        splits: number of splits of the vocabulary.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_B, BLOCK_D: sequences and entries of an instance.
+        PACKED: whether the batch is packed.
+        MASKED: whether a padded batch has a mask.
+        LAST: whether the pooling takes the last valid token; otherwise it takes the first.
+        NO_WINNER: position of a sequence without valid tokens.
     """
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -27,7 +27,16 @@ def _rounded(length, GROUP: tl.constexpr):
 
 @triton.jit
 def _valid(mask_ptr, b, s, S, end, HAS_MASK: tl.constexpr):
-    """Whether positions ``s`` of sequence ``b`` are below ``end`` and hold a valid token."""
+    """Return whether positions of a sequence hold valid tokens before an end.
+
+    Args:
+        mask_ptr: mask ``[B, S]``, if HAS_MASK.
+        b: the sequence.
+        s: the positions.
+        S: length of the padded sequences.
+        end: positions from here on are not valid.
+        HAS_MASK: whether there is a mask.
+    """
     if HAS_MASK:
         return tl.load(mask_ptr + b * S + s, mask=s < end, other=0) != 0
     else:
@@ -51,12 +60,15 @@ def _store_empty(
 
     Args:
         out_ptr: scores ``[B, V]``; row ``seq`` is written.
-        winner_ptr: winners ``[B, V]``; row ``seq`` becomes NO_WINNER, if WITH_WINNERS.
+        winner_ptr: winners ``[B, V]``; row ``seq`` is written if WITH_WINNERS.
         seq: the sequence.
         program: number of this instance among those that share the columns.
         n_programs: number of instances that share the columns.
         V: number of columns.
         value: the score, 0 or NaN.
+        BLOCK: columns that are written at a time.
+        WITH_WINNERS: whether winners are needed.
+        NO_WINNER: what is written as winner.
     """
     for v0 in range(program * BLOCK, V, n_programs * BLOCK):
         v = v0 + tl.arange(0, BLOCK)
@@ -76,9 +88,16 @@ def _store_empty(
 
 @triton.jit(do_not_specialize=["S"])
 def count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr):
-    """Count the valid tokens of sequence b, and find the position of the first (S if none).
+    """Count the valid tokens of each sequence, and find the position of the first one.
 
-    Instance b reads ``mask_ptr [B, S]``, and writes ``count_ptr [B]`` and ``first_ptr [B]``, int32.
+    Instance b handles sequence b.
+
+    Args:
+        mask_ptr: mask ``[B, S]``.
+        count_ptr: number of valid tokens, ``[B]`` int32; written.
+        first_ptr: position of the first one, ``[B]`` int32, S if there is none; written.
+        S: length of the padded sequences.
+        SCAN: mask entries that are read at a time.
     """
     b = tl.program_id(0).to(tl.int64)
     count = 0
@@ -105,16 +124,27 @@ def _counts(
     BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Return the packed position of sequence ``b``, and its valid tokens.
+    """Return where a sequence begins among the packed rows, and how many valid tokens it has.
 
-    With BLOCK_B = 0, :func:`count_kernel` has counted before. Otherwise this reads the whole mask.
+    Args:
+        mask_ptr: mask ``[B, S]``, read if BLOCK_B is not 0.
+        count_ptr: number of valid tokens, ``[B]``, if BLOCK_B is 0: then :func:`count_kernel` has
+            counted.
+        first_ptr: position of the first valid token, ``[B]``, if BLOCK_B is 0.
+        b: the sequence.
+        B: number of sequences.
+        S: length of the padded sequences.
+        SCAN: counts that are read at a time.
+        GROUP: packed sequences begin at multiples of it.
+        BLOCK_B: power of two of at least B, or 0.
+        BLOCK_S: power of two of at least S, or 0.
 
     Returns:
-        First packed row, number of valid tokens, and position of the first one (S if there is
-        none).
+        The first packed row, the number of valid tokens, and the position of the first one (S if
+        there is none).
     """
     offset = 0
-    if BLOCK_B == 0:  # count_kernel has counted
+    if BLOCK_B == 0:
         for start in range(0, b, SCAN):
             earlier = start + tl.arange(0, SCAN)
             earlier_counts = tl.load(count_ptr + earlier, mask=earlier < b, other=0)
@@ -160,19 +190,33 @@ def copy_padded_kernel(
 ):
     """Pack the valid tokens of padded sequences.
 
-    Instance ``(b, j)`` copies block j of the tokens of sequence b. BLOCK_B is 0 if
-    :func:`count_kernel` has counted, or there is no mask.
+    Each packed sequence begins at a multiple of GROUP rows. Its first valid token is repeated at
+    its end to fill the last group, which does not change a maximum. Instance ``(b, j)`` copies
+    block j of the tokens of sequence b.
 
     Args:
         hidden_ptr: token states ``[B, S, D]``.
         mask_ptr: mask ``[B, S]``, if HAS_MASK.
-        count_ptr: ``[B]`` valid tokens, if BLOCK_B is 0.
-        first_ptr: ``[B]`` positions of the first valid tokens, if BLOCK_B is 0.
-        offset_ptr: ``[B + 1]`` first packed rows of the sequences; written.
+        count_ptr: number of valid tokens, ``[B]``, with a mask and BLOCK_B = 0.
+        first_ptr: position of the first valid token, ``[B]``, with a mask and BLOCK_B = 0.
+        offset_ptr: first packed row of each sequence, ``[B + 1]``; written.
         rows_ptr: packed rows ``[T, D]``; written.
-        position_ptr: ``[T]`` position of each row in its sequence; written if WITH_WINNERS.
-        out_ptr: scores ``[B, V]``; written for empty sequences.
-        winner_ptr: winners ``[B, V]``; written for empty sequences.
+        position_ptr: position of each packed row in its sequence, ``[T]``; written if WITH_WINNERS.
+        out_ptr: scores ``[B, V]``; written for sequences without a valid token.
+        winner_ptr: winners ``[B, V]``; written for the same sequences.
+        B: number of sequences.
+        S: length of the padded sequences.
+        V: number of columns of the scores.
+        D: hidden dimension.
+        BLOCK_ROWS, BLOCK_D: rows and entries that are copied at a time.
+        SCAN: mask entries or counts that are read at a time.
+        GROUP: packed sequences begin at multiples of it.
+        HAS_MASK: whether there is a mask.
+        BLOCK_B, BLOCK_S: powers of two of at least B and S for a small mask, which every instance
+            reads. 0 if :func:`count_kernel` has counted, or there is no mask.
+        BLOCK_EMPTY: scores of an empty sequence that are written at a time.
+        WITH_WINNERS: whether winners are needed.
+        NO_WINNER: winner of a sequence without a valid token.
     """
     b = tl.program_id(0).to(tl.int64)
     s0 = tl.program_id(1) * BLOCK_ROWS
@@ -192,6 +236,7 @@ def copy_padded_kernel(
             BLOCK_B,
             BLOCK_S,
         )
+    # Valid tokens before this block tell the packed row of its first one.
     before = 0
     for start in range(0, s0, SCAN):
         s = start + tl.arange(0, SCAN)
@@ -209,6 +254,7 @@ def copy_padded_kernel(
             mask=inside,
         )  # [BLOCK_ROWS, BLOCK_D]
         tl.store(rows_ptr + row[:, None] * D + d[None, :], x, mask=inside)
+    # The first block also writes the offsets, and fills the last group.
     if s0 == 0:
         end = offset + _rounded(count, GROUP)
         tl.store(offset_ptr + b, offset)
@@ -266,19 +312,33 @@ def copy_packed_kernel(
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Pack the tokens of packed sequences again, with sequences at multiples of GROUP rows.
+    """Copy packed sequences so that each begins at a multiple of GROUP rows.
 
-    Instance j copies block j of the rows. Invalid ``cu_seqlens`` make every sequence empty, and
-    every score NaN.
+    The first token of a sequence is repeated at its end to fill the last group, which does not
+    change a maximum. Instance j copies block j of the rows. Invalid ``cu_seqlens`` make every
+    sequence empty, and every score NaN.
 
     Args:
         hidden_ptr: token states ``[T, D]``.
-        cu_ptr: offsets ``[B + 1]``.
-
-    The other arguments are as in :func:`copy_padded_kernel`.
+        cu_ptr: offsets ``[B + 1]`` of the sequences.
+        offset_ptr: first row of each copied sequence, ``[B + 1]``; written.
+        rows_ptr: copied rows; written.
+        position_ptr: position of each copied row in its sequence; written if WITH_WINNERS.
+        out_ptr: scores ``[B, V]``; written for empty sequences.
+        winner_ptr: winners ``[B, V]``; written for empty sequences.
+        B: number of sequences.
+        T: number of rows.
+        V: number of columns of the scores.
+        D: hidden dimension.
+        BLOCK_ROWS, BLOCK_D: rows and entries that are copied at a time.
+        GROUP: copied sequences begin at multiples of it.
+        SCAN_B: sequences that are read at a time.
+        BLOCK_EMPTY: scores of an empty sequence that are written at a time.
+        WITH_WINNERS: whether winners are needed.
+        NO_WINNER: winner of an empty sequence.
     """
-    # The sequence of row r is the number of sequences that end at or before it. The packed lengths
-    # of these sequences add up to the first packed row of its sequence.
+    # The number of sequences that end at or before row r is the sequence of r. Their lengths,
+    # rounded up, add up to the first copied row of this sequence.
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     seq = tl.zeros((BLOCK_ROWS,), tl.int32)
     offset = tl.zeros((BLOCK_ROWS,), tl.int32)

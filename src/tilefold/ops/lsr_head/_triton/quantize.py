@@ -27,15 +27,18 @@ _INTERPRETED = tl.constexpr(triton_interpreted())
 
 @triton.jit
 def load_part(rows_ptr, r, n_rows, first, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Load entries ``first`` to ``first + BLOCK`` of rows as fp32 ``[BLOCK_ROWS, BLOCK]``.
-
-    Entries outside the rows are zeros.
+    """Load a range of entries of rows as fp32, zeros outside the rows.
 
     Args:
         rows_ptr: rows ``[T, D]``.
-        r: numbers ``[BLOCK_ROWS]`` of the rows.
+        r: the rows, ``[BLOCK_ROWS]``.
         n_rows: number of rows that may be read.
         first: the first entry.
+        D: entries of a row.
+        BLOCK: number of entries.
+
+    Returns:
+        ``[BLOCK_ROWS, BLOCK]``.
     """
     d = first + tl.arange(0, BLOCK)
     mask = (r < n_rows)[:, None] & (d < D)[None, :]
@@ -45,15 +48,17 @@ def load_part(rows_ptr, r, n_rows, first, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_part(values_ptr, x, scale, r, n_rows, first, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Divide entries ``first`` to ``first + BLOCK`` of rows by their scales, and store them in fp8.
+    """Divide a range of entries of rows by the rows' scales, and store the quotients in fp8.
 
     Args:
-        values_ptr: fp8 values ``[T, D]``.
+        values_ptr: fp8 values ``[T, D]``; written.
         x: the entries ``[BLOCK_ROWS, BLOCK]``.
-        scale: scales ``[BLOCK_ROWS]`` of the rows.
-        r: numbers ``[BLOCK_ROWS]`` of the rows.
+        scale: scale of each row, ``[BLOCK_ROWS]``.
+        r: the rows, ``[BLOCK_ROWS]``.
         n_rows: number of rows that may be written.
         first: the first entry.
+        D: entries of a row.
+        BLOCK: number of entries.
     """
     d = first + tl.arange(0, BLOCK)
     mask = (r < n_rows)[:, None] & (d < D)[None, :]
@@ -69,20 +74,20 @@ def largest_entry(x):
 
 @triton.jit
 def quotients(x, scale):
-    """Return ``x / scale`` rounded to the nearest fp32, as torch divides, without a division.
+    """Return ``x / scale`` rounded to the nearest fp32 as torch rounds it, without a division.
 
-    Quotients of 16-bit numbers often lie halfway between two numbers of fp8, so that their last bit
-    decides where they are rounded to. The product with the inverse is wrong by at most that bit. A
-    fused multiply-add computes the remainder exactly, and another one corrects the product
-    (Markstein). Remainders below 2^-149 are lost. They belong to entries that fp8 rounds to zero,
-    unless the largest entry of their row is below 2^-104. Zeros become positive.
+    Quotients of 16-bit numbers are often halfway between two numbers of fp8, so that their last bit
+    decides how they are rounded. The product with the inverse may be wrong in that bit. A fused
+    multiply-add computes the remainder exactly, and another one corrects the product (Markstein).
+    Remainders below 2^-149 are lost. They belong to entries that fp8 rounds to zero, unless the
+    largest entry of their row is below 2^-104. Negative zeros become positive.
 
     Args:
         x: rows ``[BLOCK_ROWS, BLOCK]``.
-        scale: their scales ``[BLOCK_ROWS]``.
+        scale: scale of each row, ``[BLOCK_ROWS]``.
     """
     zeros = tl.zeros(x.shape, tl.float32)
-    if _INTERPRETED:  # its multiply-add rounds twice
+    if _INTERPRETED:  # the interpreter's multiply-add rounds twice
         return tl.div_rn(x, scale[:, None] + zeros)
     inverse = tl.div_rn(1.0, scale)[:, None] + zeros
     minus_scale = zeros - scale[:, None]
@@ -106,19 +111,26 @@ def quantize_rows_kernel(
     REST_D: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Round rows to fp8, with a scale for each: the numbers that torch computes.
+    """Round rows to fp8, with a scale for each, to the numbers that torch computes.
 
-    Instance j handles BLOCK_ROWS rows. There are ``T`` rows and ``N >= T`` scales. Rows from
-    ``offset[B]`` on, which are not packed ones, become zeros with scale 1.
+    A program reads a short row once, in two parts of BLOCK_D and REST_D entries, which waste fewer
+    registers than a single power of two. Rows that are longer than both parts are read twice.
 
-    A row is read once, if it is short in two parts of BLOCK_D and REST_D entries, which waste fewer
-    registers than a single power of two. Rows that are longer than both are read twice.
+    Grid: ``[ceil(N / BLOCK_ROWS)]``.
 
     Args:
-        rows_ptr: rows ``[T, D]``.
-        offset_ptr: ``[B + 1]`` first rows of packed sequences, unless UNIFORM.
+        rows_ptr: rows ``[T, D]``. Rows after the packed ones become zeros with scale 1.
+        offset_ptr: first row of each packed sequence, ``[B + 1]``, unless UNIFORM.
         values_ptr: fp8 values ``[T, D]``; written.
         row_scale_ptr: fp32 scales ``[N]``; written.
+        B: number of packed sequences.
+        T: number of rows.
+        N: number of scales, at least T.
+        D: entries of a row.
+        BLOCK_ROWS: rows of a program.
+        BLOCK_D: entries of the first part.
+        REST_D: entries of the second part, or 0.
+        UNIFORM: whether all rows are read.
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -44,7 +44,7 @@ BLOCK_LIST = 1024  # columns of a sequence that an instance lists
 
 @triton.jit
 def runs_screened(state_ptr, sample_limit, limit):
-    """Whether the screen pays off: few enough scores may be positive, in the sample and in all.
+    """Return whether the screen is worth it: few scores may be positive, in the sample and in all.
 
     Args:
         state_ptr: state of the screen.
@@ -78,18 +78,26 @@ def sample_kernel(
 ):
     """Count the scores of a sample that the screen would not exclude.
 
-    The sample has some sequences and columns. The bound is estimated here. Instance ``(i, j)``
-    samples sequence i and block j of columns, and stops once most of its scores remain. Instances
-    also clear the state.
+    The sample has some sequences and columns, and the bound of the screen is estimated. Instance
+    ``(i, j)`` samples sequence i and block j of columns, and stops once most of its scores remain.
+    Instances also clear the state.
 
     Args:
         weight_ptr: weight ``[V, D]``.
         rows_ptr: packed token states ``[T, D]``.
-        bias_ptr: ``[V]``, if HAS_BIAS.
-        offset_ptr: ``[B + 1]`` first rows of the sequences, unless UNIFORM.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
         state_ptr: state of the screen; cleared.
-        counts_ptr: counts of the sample; written.
-        MOST_T: tokens of a sequence that are sampled.
+        counts_ptr: number of remaining scores of each instance; written.
+        B: number of sequences.
+        V: number of columns.
+        uniform_length: length of all sequences, if UNIFORM.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_V, BLOCK_T, BLOCK_K: columns, tokens and entries of a tile.
+        MOST_T: tokens of a sequence that are sampled at most.
+        HAS_BIAS: whether there is a bias.
+        UNIFORM: whether all sequences have the same length.
     """
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     n_state = B * PER_SEQUENCE + STATE
@@ -145,9 +153,15 @@ def sample_kernel(
 
 @triton.jit
 def _largest(state_ptr, index, x):
-    """Update the maximum of numbers that are not negative, by their bits.
+    """Update a maximum of the state by numbers that are not negative, with an atomic operation.
 
-    NaN counts as larger than all numbers.
+    The bits of such numbers, read as int32, have the order of the numbers. NaN counts as larger
+    than all numbers.
+
+    Args:
+        state_ptr: state of the screen.
+        index: where the maximum is stored.
+        x: the numbers.
     """
     tl.atomic_max(
         state_ptr + index,
@@ -173,10 +187,26 @@ def largest_kernel(
     UNIFORM: tl.constexpr,
     BLOCK_SAMPLES: tl.constexpr,
 ):
-    """Add up the sample's counts, and find the largest entry of each sequence.
+    """Add up the counts of the sample, and find each sequence's largest magnitude.
 
-    Instance j handles group j of the rows. An entry's bits, as int32, have the order of the
-    numbers, which are not negative.
+    Instance j handles group j of the rows.
+
+    Args:
+        rows_ptr: packed token states ``[T, D]``.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        state_ptr: state of the screen; the count of the sample and the largest magnitudes are
+            written.
+        counts_ptr: number of remaining scores of each instance of :func:`sample_kernel`.
+        B: number of sequences.
+        T: number of rows, if UNIFORM.
+        uniform_length: length of all sequences, if UNIFORM.
+        samples: number of counts.
+        sample_limit: no magnitudes are needed if more scores of the sample remain.
+        D: hidden dimension.
+        BLOCK_D: power of two of at least D.
+        GROUP: sequences begin at multiples of it.
+        UNIFORM: whether all sequences have the same length.
+        BLOCK_SAMPLES: power of two of at least ``samples``.
     """
     sample = tl.arange(0, BLOCK_SAMPLES)
     count = tl.sum(tl.load(counts_ptr + sample, mask=sample < samples, other=0))
@@ -185,7 +215,7 @@ def largest_kernel(
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
     if (row < n_rows) & (count <= sample_limit):
-        # by the group's last row: empty sequences may begin at its first
+        # The last row decides, since empty sequences may begin at the first one.
         seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
@@ -195,10 +225,15 @@ def largest_kernel(
 
 @triton.jit
 def _rounded(x, scale, D: tl.constexpr):
-    """Round rows to integers.
+    """Round rows to 8-bit integers.
+
+    Args:
+        x: rows ``[n, BLOCK_D]``.
+        scale: scale of each row.
+        D: hidden dimension.
 
     Returns:
-        The integers, and upper bounds of their norms and of the norms of the errors, by row, in
+        The integers, and upper bounds of the norm of each row and of the norm of its errors, in
         units of the scale.
     """
     quotient = x * (1.0 / scale)[:, None]
@@ -224,9 +259,18 @@ def _round_weight(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Round rows ``v`` of the weight to integers, and clear the marks of their scores.
+    """Round rows of the weight to 8-bit integers, and clear the marks of their scores.
 
-    The rows' scales, norms and errors are written to ``terms_ptr [3, V]``.
+    Args:
+        weight_ptr: weight ``[V, D]``.
+        weight_values_ptr: int8 weight ``[V, D]``; written.
+        terms_ptr: scale, norm and error of each row of the weight, ``[3, V]``; written.
+        marks_ptr: marks ``[B, V]``; cleared.
+        v: rows of the weight.
+        B: number of sequences.
+        V: number of rows of the weight.
+        D: hidden dimension.
+        BLOCK_D: power of two of at least D.
     """
     d = tl.arange(0, BLOCK_D)
     offs = v.to(tl.int64)[:, None] * D + d[None, :]
@@ -268,18 +312,29 @@ def round_kernel(
     GROUP: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Round groups of rows to integers: first rows of the weight, then token states.
+    """Round the weight and the token states to 8-bit integers.
 
-    Instances take groups in turn. The largest norms and errors of each sequence are written to the
-    state.
+    Instances take groups of rows in turn: first those of the weight, then token states. Nothing is
+    done if too many scores of the sample remain.
 
     Args:
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: packed token states ``[T, D]``.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        state_ptr: state of the screen. The largest norm and error of each sequence are written.
         weight_values_ptr: int8 weight ``[V, D]``; written.
         values_ptr: int8 token states ``[T, D]``; written.
-        terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``; written.
+        terms_ptr: scale, norm and error of each row of the weight, ``[3, V]``; written.
         marks_ptr: marks ``[B, V]`` of scores that may be positive; cleared.
-
-    The other arguments are as in :func:`sample_kernel`.
+        B: number of sequences.
+        V: number of columns.
+        T: number of rows, if UNIFORM.
+        uniform_length: length of all sequences, if UNIFORM.
+        sample_limit: largest count of the sample with which the screen runs.
+        D: hidden dimension.
+        BLOCK_D: power of two of at least D.
+        GROUP: rows of a group. Sequences begin at multiples of it.
+        UNIFORM: whether all sequences have the same length.
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     n_weight_groups = (V + GROUP - 1) // GROUP
@@ -294,7 +349,7 @@ def round_kernel(
             _round_weight(weight_ptr, weight_values_ptr, terms_ptr, marks_ptr, v, B, V, D, BLOCK_D)
         else:
             row = (group - n_weight_groups) * GROUP
-            # by the group's last row: empty sequences may begin at its first
+            # The last row decides, since empty sequences may begin at the first one.
             seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
             scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
             r = (row + tl.arange(0, GROUP)).to(tl.int64)
@@ -323,9 +378,24 @@ def may_be_positive(
     D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Whether scores may be positive, by the largest integer products of their sequence.
+    """Return whether scores of a sequence may be positive, by an upper bound.
 
-    NaN and infinity always may.
+    The bound adds the largest possible error of rounding to the largest integer product. NaN and
+    infinity may always be positive.
+
+    Args:
+        best: largest integer product of each column over the sequence's tokens.
+        offs_v: the columns.
+        mask_v: columns that exist.
+        seq: the sequence.
+        state_ptr: state of the screen, with the scale, norm and error of the sequence.
+        terms_ptr: scale, norm and error of each row of the weight, ``[3, V]``.
+        bias: bias of the columns.
+        B: number of sequences.
+        V: number of columns.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        HAS_BIAS: whether there is a bias.
     """
     s = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
     norm = tl.load(state_ptr + STATE + B + seq).to(tl.float32, bitcast=True)
@@ -362,14 +432,31 @@ def list_kernel(
     WITH_WINNERS: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """List the columns of the scores that may be positive, by sequence, in any order.
+    """List the marked columns of each sequence, whose scores may be positive.
 
-    The other scores are 0, and are written here. Instance ``(b, j)`` handles block j of the columns
-    of sequence b.
+    The other scores are 0, and are written here. The columns of a sequence are listed in any order.
+    Instance ``(b, j)`` handles block j of the columns of sequence b.
+
+    Args:
+        marks_ptr: marks ``[B, V]``.
+        state_ptr: state of the screen, with the number of listed columns of each sequence; added
+            to.
+        list_ptr: listed columns ``[B, V]``; written.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        out_ptr: scores ``[B, V]``; written for columns without a mark.
+        winner_ptr: winners ``[B, V]``; written for the same columns, if WITH_WINNERS.
+        B: number of sequences.
+        V: number of columns.
+        uniform_length: length of all sequences, if UNIFORM.
+        sample_limit, limit: limits of :func:`runs_screened`.
+        BLOCK: columns of an instance.
+        UNIFORM: whether all sequences have the same length.
+        WITH_WINNERS: whether winners are needed for a backward pass.
+        NO_WINNER: winner of a score of 0.
     """
     b = tl.program_id(0).to(tl.int64)
     start = sequence_offset(offset_ptr, b, B, uniform_length, UNIFORM)
-    # the scores of a sequence without tokens are written by the packing kernel
+    # The packing kernel has written the scores of sequences without tokens.
     has_tokens = start < sequence_offset(offset_ptr, b + 1, B, uniform_length, UNIFORM)
     if has_tokens & runs_screened(state_ptr, sample_limit, limit):
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -385,6 +472,7 @@ def list_kernel(
             )
         total = tl.sum(marked)
         if total > 0:
+            # Reserve space in the list of the sequence.
             base = tl.atomic_add(state_ptr + STATE + 3 * B + b, total, sem="relaxed")
             tl.store(list_ptr + b * V + base + tl.cumsum(marked) - 1, v, mask=marked != 0)
 
@@ -421,26 +509,56 @@ def refine_kernel(
     WITH_WINNERS: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Compute the listed scores exactly.
+    """Compute the listed scores, which may be positive, from the token states and the weight.
 
-    Instances take tiles of a sequence's listed columns in turn, gather their rows of the weight,
-    and multiply them with all tokens of the sequence.
+    A tile is BLOCK_V listed columns of one sequence. Instances take the tiles of all sequences in
+    turn. For each tile an instance gathers the rows of the weight, multiplies them by all tokens of
+    the sequence, and keeps the running maxima.
+
+    Args:
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: packed token states ``[T, D]``.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        position_ptr: position of each row in its sequence, ``[T]``, if HAS_POSITIONS.
+        state_ptr: state of the screen, with the number of listed columns of each sequence.
+        list_ptr: listed columns ``[B, V]``.
+        out_ptr: scores ``[B, V]``; written for listed columns.
+        winner_ptr: winners ``[B, V]``; written for listed columns, if WITH_WINNERS.
+        B: number of sequences.
+        V: number of columns.
+        T: number of rows.
+        uniform_length: length of all sequences, if UNIFORM.
+        sample_limit, limit: limits of :func:`runs_screened`.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_V, BLOCK_T, BLOCK_K: columns, tokens and entries of a tile.
+        BLOCK_B: sequences whose numbers of columns are read at a time.
+        ACTIVATION: activation of the scores.
+        HAS_BIAS: whether there is a bias.
+        HAS_POSITIONS: whether padded sequences had masked tokens, so that packed rows have other
+            positions.
+        WITH_WINNERS: whether winners are needed for a backward pass.
+        HAS_SCALE: whether ``logit_scale`` is not 1.
+        UNIFORM: whether all sequences have the same length.
     """
     if runs_screened(state_ptr, sample_limit, limit):
         first_tile = 0
         for b0 in range(0, B, BLOCK_B):
             b = b0 + tl.arange(0, BLOCK_B)
             counts = tl.load(state_ptr + STATE + 3 * B + b, mask=b < B, other=0)
-            ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)  # [BLOCK_B], tiles
+            # Number of the tile after the last one of each sequence, ``[BLOCK_B]``.
+            ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)
             n_tiles = tl.max(ends)
+            # This instance's first tile of these sequences: tiles are dealt out over all of them.
             tile = (
                 tl.program_id(0) - first_tile % tl.num_programs(0) + tl.num_programs(0)
             ) % tl.num_programs(0)
             while tile < n_tiles:
                 seq = b0 + tl.sum((ends <= tile).to(tl.int32))
-                i = tile - tl.max(tl.where(ends <= tile, ends, 0))
+                tile_in_sequence = tile - tl.max(tl.where(ends <= tile, ends, 0))
                 count = tl.load(state_ptr + STATE + 3 * B + seq)
-                list_index = i * BLOCK_V + tl.arange(0, BLOCK_V)
+                list_index = tile_in_sequence * BLOCK_V + tl.arange(0, BLOCK_V)
                 mask_v = list_index < count
                 offs_v = tl.load(list_ptr + seq.to(tl.int64) * V + list_index, mask=mask_v, other=0)
                 start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)

@@ -24,7 +24,7 @@ LOWEST = gl.constexpr(-2147483648)
 
 @gluon.jit
 def _larger(a, b):
-    """Elementwise maximum, for reductions."""
+    """Return the elementwise maximum, for reductions."""
     return gl.maximum(a, b)
 
 
@@ -44,7 +44,23 @@ def _mark(
     D: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """Mark the scores of a sequence that may be positive, and return how many there are."""
+    """Mark the scores of a sequence that may be positive, and return their number.
+
+    Args:
+        best: largest integer product of each column over the sequence's tokens.
+        offs_v: the columns.
+        mask_v: columns that exist.
+        seq: the sequence.
+        state_ptr: state of the screen.
+        terms_ptr: scale, norm and error of each row of the weight, ``[3, V]``.
+        bias: bias of the columns.
+        marks_ptr: marks ``[B, V]``; written.
+        B: number of sequences.
+        V: number of columns.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        HAS_BIAS: whether there is a bias.
+    """
     positive = may_be_positive(
         best,
         offs_v,
@@ -79,9 +95,23 @@ def _fold_tiles(
     UNIFORM: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """Run one group of four warps: products and running maxima of one half of the columns.
+    """Run one group of four warps: integer products and running maxima of one half of the columns.
 
-    ``operands`` is a tuple of the tensors and numbers of :func:`screen_hopper_kernel`.
+    The loops and the cases are those of ``max_forward_kernel`` in ``max_forward.py``, which
+    describes the items and the splits. Where a sequence ends, its scores are marked instead of
+    stored.
+
+    Args:
+        operands: the tensors and numbers of :func:`screen_hopper_kernel`, in the order in which
+            they are unpacked below.
+        D: hidden dimension.
+        K_STEPS: steps over D.
+        BLOCK_T: tokens of a tile.
+        STAGES: number of stages of the ring.
+        GROUP: sequences begin at multiples of it.
+        HAS_BIAS: whether there is a bias.
+        UNIFORM: whether all sequences have the same length.
+        HALF: number of the half, 0 or 1.
     """
     (
         w_ring,
@@ -261,16 +291,33 @@ def screen_hopper_kernel(
     HAS_BIAS: gl.constexpr,
     UNIFORM: gl.constexpr,
 ):
-    """Mark the scores that may be positive, if few enough of the sample may.
+    """Mark the scores that may be positive, by products of 8-bit integers.
 
-    Warps have the roles of :func:`max_forward_hopper_kernel`.
+    Nothing is done if too many scores of the sample remain. Warps have the roles of
+    :func:`max_forward_hopper_kernel`: one warp loads tiles, and two groups of four warps compute.
 
     Args:
         weight_desc: TMA descriptor of the int8 weight ``[V, D]``.
         rows_desc: TMA descriptor of the int8 token states ``[T, D]``.
-        state_ptr: state of the screen; the counter of all scores is added to.
-        terms_ptr: scales, norms and errors of the weight's rows ``[3, V]``.
+        state_ptr: state of the screen. The number of marked scores is added to its counter.
+        terms_ptr: scale, norm and error of each row of the weight, ``[3, V]``.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
         marks_ptr: marks ``[B, V]``; written.
+        B: number of sequences.
+        V: number of columns.
+        T: number of rows, if UNIFORM.
+        uniform_length: length of all sequences, if UNIFORM.
+        splits: number of splits of the token tiles.
+        multiple: number that the tiles of a split are a multiple of.
+        sample_limit: largest count of the sample with which the screen runs.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_T, BLOCK_K: tokens and entries of a tile.
+        GROUP: sequences begin at multiples of it.
+        STAGES: number of stages of the ring.
+        HAS_BIAS: whether there is a bias.
+        UNIFORM: whether all sequences have the same length.
     """
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T

@@ -11,9 +11,16 @@ LAST = tl.constexpr(2147483647)
 
 @triton.jit
 def merge(best, winner, new_best, new_winner, WITH_WINNERS: tl.constexpr):
-    """Return the larger of two maxima, and its winner, the first one among equals.
+    """Return the larger of two maxima, and its winner: the first one if they are equal.
 
-    All are ``[BLOCK_V]``. NaN stays NaN.
+    NaN stays NaN.
+
+    Args:
+        best: maxima so far, ``[BLOCK_V]``.
+        winner: rows that have them.
+        new_best: maxima of later rows.
+        new_winner: rows that have those.
+        WITH_WINNERS: whether winners are needed.
     """
     if WITH_WINNERS:
         winner = tl.where(new_best > best, new_winner, winner)
@@ -31,10 +38,16 @@ def column_terms(
 ):
     """Load the factors and addends of a block of columns, fp32 ``[BLOCK_V]``.
 
-    Factors are scales of a quantised weight, else 1. Addends are the bias, else 0. Both have the
-    layout of ``offs_v``.
+    Args:
+        weight_scale_ptr: scales ``[V]`` of a quantised weight, the factors; otherwise factors are
+            1.
+        bias_ptr: bias ``[V]``, the addends; without one, addends are 0.
+        offs_v: columns ``[BLOCK_V]``, whose layout the results have.
+        mask_v: columns that exist.
+        HAS_BIAS: whether there is a bias.
+        QUANTIZED: whether the weight is quantised.
     """
-    bias = (offs_v * 0).to(tl.float32)  # tl.zeros would lose the layout
+    bias = (offs_v * 0).to(tl.float32)  # keeps the layout of `offs_v`, unlike tl.zeros
     scale = bias + 1.0
     if QUANTIZED:
         scale = tl.load(weight_scale_ptr + offs_v, mask=mask_v, other=0.0)  # [BLOCK_V]
@@ -66,21 +79,27 @@ def store_scores(
     """Store the scores of a sequence, and the positions of its winners.
 
     Args:
-        best: ``[BLOCK_V]`` maxima of the products.
-        winner: ``[BLOCK_V]`` rows of the winners.
+        best: maxima of the products, ``[BLOCK_V]``.
+        winner: rows of the winners, ``[BLOCK_V]``.
         seq: the sequence.
         start: its first row.
-        offs_v: ``[BLOCK_V]`` columns.
+        offs_v: columns ``[BLOCK_V]``.
         mask_v: columns that exist.
         scale: factors of :func:`column_terms`.
         bias: addends of :func:`column_terms`.
         position_ptr: position of each packed row in its sequence, if HAS_POSITIONS.
-        out_ptr: scores ``[B, V]``.
-        winner_ptr: winners ``[B, V]``, if WITH_WINNERS.
-        V: columns of the scores.
+        out_ptr: scores ``[B, V]``; written.
+        winner_ptr: winners ``[B, V]``; written if WITH_WINNERS.
+        V: number of columns.
+        ACTIVATION: activation of the scores.
+        HAS_BIAS: whether there is a bias.
+        HAS_POSITIONS: whether padded sequences had masked tokens, so that packed rows have other
+            positions.
+        WITH_WINNERS: whether winners are needed for a backward pass.
+        QUANTIZED: whether the weight is quantised.
     """
     if WITH_WINNERS:
-        # The token that gets the gradient of a NaN is the first, however tokens are split.
+        # The first token gets the gradient of a NaN, however a sequence is divided.
         winner = tl.where(best == best, winner, start)
     if QUANTIZED:
         best *= scale
@@ -108,10 +127,19 @@ def store_partial(
     V,
     WITH_WINNERS: tl.constexpr,
 ):
-    """Store the maxima and winners of a part of a sequence.
+    """Store the maxima and winners of a part of a sequence that is divided among splits.
 
-    A split has two slots: one for a sequence that began before it, and one for a sequence that ends
-    after it. ``part_ptr`` and ``part_winner_ptr`` are ``[2 * splits, V]``.
+    Args:
+        best: maxima of the products, ``[BLOCK_V]``.
+        winner: rows of the winners, ``[BLOCK_V]``.
+        slot: row of the buffers. A split has two: the first for a sequence that began before it,
+            and the second for one that ends after it.
+        offs_v: columns ``[BLOCK_V]``.
+        mask_v: columns that exist.
+        part_ptr: partial maxima ``[2 * splits, V]``; written.
+        part_winner_ptr: their rows; written if WITH_WINNERS.
+        V: number of columns.
+        WITH_WINNERS: whether winners are needed.
     """
     offs = slot.to(tl.int64) * V + offs_v
     tl.store(part_ptr + offs, best, mask=mask_v)
@@ -121,16 +149,28 @@ def store_partial(
 
 @triton.jit
 def split_tiles_of(n_rows, splits, multiple, BLOCK_T: tl.constexpr):
-    """Return the number of all token tiles, and of a split's, a multiple of ``multiple``."""
+    """Return the number of token tiles of the batch, and that of a split.
+
+    Args:
+        n_rows: number of rows.
+        splits: number of splits.
+        multiple: number that the tiles of a split are a multiple of.
+        BLOCK_T: rows of a tile.
+    """
     n_tiles = tl.maximum(tl.cdiv(n_rows, BLOCK_T), 1)
     return n_tiles, tl.cdiv(tl.cdiv(n_tiles, splits), multiple) * multiple
 
 
 @triton.jit
 def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
-    """Return the first row of sequence ``seq``.
+    """Return the first row of a sequence; after the last one, a number larger than every row.
 
-    Past the last sequence it is larger than every row.
+    Args:
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        seq: the sequence.
+        B: number of sequences.
+        uniform_length: length of all sequences, if UNIFORM.
+        UNIFORM: whether all sequences have the same length.
     """
     if UNIFORM:
         return seq * uniform_length
@@ -140,9 +180,16 @@ def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    """Return the first sequence that reaches past ``row``.
+    """Return the first sequence that ends after a row.
 
     For row 0 it is the first sequence, even if that is empty.
+
+    Args:
+        offset_ptr: first row of each sequence, ``[B + 1]``, unless UNIFORM.
+        row: the row.
+        B: number of sequences.
+        uniform_length: length of all sequences, if UNIFORM.
+        UNIFORM: whether all sequences have the same length.
     """
     if UNIFORM:
         seq = row // uniform_length

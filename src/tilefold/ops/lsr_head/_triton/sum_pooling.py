@@ -15,9 +15,14 @@ from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_val
 
 @triton.jit
 def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
-    """Return the first row of sequence ``b``, and its length.
+    """Return the first row of a sequence and its length, within the ``N`` rows for any offsets.
 
-    Both are within the ``N`` rows, whatever the offsets are.
+    Args:
+        cu_ptr: offsets ``[B + 1]``, unless UNIFORM.
+        b: the sequence.
+        N: number of rows.
+        uniform_length: length of all sequences, if UNIFORM.
+        UNIFORM: whether all sequences have the same length.
     """
     if UNIFORM:
         return b.to(tl.int64) * uniform_length, uniform_length
@@ -29,7 +34,14 @@ def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "N"])
 def check_offsets_kernel(cu_ptr, valid_ptr, B, N):
-    """Write whether ``cu_seqlens`` is valid (1 or 0) to ``valid_ptr``."""
+    """Write whether offsets start with 0, never fall and end with N.
+
+    Args:
+        cu_ptr: offsets ``[B + 1]``.
+        valid_ptr: 1 or 0, one int32; written.
+        B: number of sequences.
+        N: number of rows.
+    """
     tl.store(valid_ptr, offsets_are_valid(cu_ptr, B, N).to(tl.int32))
 
 
@@ -59,18 +71,30 @@ def sum_forward_kernel(
 ):
     """Compute the scores of sum or mean pooling.
 
-    Instance ``(b, j)`` computes block j of the columns for sequence b.
+    A score is the sum, or the mean, over the tokens of a sequence of
+    ``act(logit_scale * hidden . weight[v] + bias[v])``. Instance ``(b, j)`` computes block j of the
+    columns for sequence b.
 
     Args:
         weight_ptr: weight ``[V, D]``.
         rows_ptr: token states ``[N, D]``.
-        bias_ptr: ``[V]``, if HAS_BIAS.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
         mask_ptr: mask ``[B, S]``, if HAS_MASK.
         cu_ptr: offsets ``[B + 1]``, unless UNIFORM.
         valid_ptr: whether the offsets are valid; if not, scores are NaN.
         out_ptr: scores ``[B, V]``; written.
+        V: number of columns.
+        N: number of rows.
         uniform_length: length of all sequences, if UNIFORM.
+        logit_scale: factor of the products.
+        D: hidden dimension.
+        BLOCK_V, BLOCK_T, BLOCK_K: columns, tokens and entries of a tile.
+        ACTIVATION: activation of the logits.
+        HAS_BIAS: whether there is a bias.
+        HAS_MASK: whether there is a mask.
+        UNIFORM: whether all sequences have the same length.
         MEAN: whether sums are divided by the number of valid tokens.
+        PRECISION: precision of products of fp32.
     """
     b = tl.program_id(0)
     offs_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -104,7 +128,7 @@ def sum_forward_kernel(
         total += tl.sum(tl.where(valid[:, None], x, 0.0), axis=0)
     if MEAN:
         total = total / tl.maximum(count, 1).to(tl.float32)
-    if not UNIFORM:  # invalid cu_seqlens must not give a plausible number
+    if not UNIFORM:  # invalid cu_seqlens must not yield plausible scores
         total = tl.where(tl.load(valid_ptr) != 0, total, float("nan"))
     tl.store(
         out_ptr + b.to(tl.int64) * V + offs_v,
@@ -115,7 +139,17 @@ def sum_forward_kernel(
 
 @triton.jit
 def _clear(dlogits_ptr, first_row, end_row, offs, mask_v, stride_out, BLOCK_T: tl.constexpr):
-    """Write zeros to the rows from ``first_row`` to ``end_row``."""
+    """Write zeros to a range of rows.
+
+    Args:
+        dlogits_ptr: the tensor, ``[N, stride_out]``.
+        first_row: the first row.
+        end_row: the row after the last one.
+        offs: the columns.
+        mask_v: columns that exist.
+        stride_out: distance from row to row.
+        BLOCK_T: rows that are written at a time.
+    """
     for r0 in range(first_row, end_row, BLOCK_T):
         r = r0 + tl.arange(0, BLOCK_T)
         pointers = dlogits_ptr + r.to(tl.int64)[:, None] * stride_out + offs[None, :]
@@ -133,9 +167,18 @@ def _copy_valid(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy this instance's part of a sequence, with zeros for masked tokens.
+    """Copy an instance's part of a sequence, with zeros for masked tokens.
 
-    NaN in a masked token, times a gradient of 0, would be NaN.
+    A NaN of a masked token, multiplied by a gradient of 0, would be NaN.
+
+    Args:
+        rows_ptr: token states ``[N, D]``.
+        mask_ptr: mask of the rows.
+        clean_ptr: the copy ``[N, D]``; written.
+        start: first row of the sequence.
+        length: length of the sequence.
+        D: hidden dimension.
+        BLOCK_T, BLOCK_K: rows and entries that are copied at a time.
     """
     for t0 in range(tl.program_id(1) * BLOCK_T, length, tl.num_programs(1) * BLOCK_T):
         s = t0 + tl.arange(0, BLOCK_T)
@@ -186,23 +229,41 @@ def dlogits_kernel(
     CLEAN: tl.constexpr,
     NEED_BIAS: tl.constexpr,
 ):
-    """Compute the gradients of the logits of a vocabulary slab.
+    """Compute the gradients of the logits of a vocabulary slab, for sum or mean pooling.
 
     ``dlogits[row, v - v_start]`` is ``scale * dscores[b, v] * act'(logit[row, v])``, divided by the
-    length for a mean. ``sum[b, v - v_start]`` is their sum over the rows of sequence b, in fp32 and
-    without ``scale``, for the gradient of the bias. Instance ``(b, j)`` handles block j of the
-    slab.
+    length for a mean. The logits are computed again. Instance ``(b, j)`` handles block j of the
+    slab for sequence b.
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
             ``stride_dv``.
+        weight_ptr: weight ``[V, D]``.
+        rows_ptr: token states ``[N, D]``.
+        bias_ptr: bias ``[V]``, if HAS_BIAS.
+        mask_ptr: mask ``[B, S]``, if HAS_MASK.
+        cu_ptr: offsets ``[B + 1]``, unless UNIFORM.
         dlogits_ptr: gradients ``[N, stride_out]``; written.
         clean_ptr: copy of the rows with zeros for masked tokens; written if CLEAN.
-        sum_ptr: sums ``[B, stride_out]``; written if NEED_BIAS.
+        sum_ptr: sums of the gradients over each sequence's rows, ``[B, stride_out]``, in fp32 and
+            without ``scale``, for the gradient of the bias; written if NEED_BIAS.
         v_start: first column of the slab.
         v_end: column after the last one.
-
-    The other arguments are as in :func:`sum_forward_kernel`.
+        V: number of columns.
+        N: number of rows.
+        uniform_length: length of all sequences, if UNIFORM.
+        logit_scale: factor of the products.
+        scale: factor of the stored gradients.
+        D: hidden dimension.
+        BLOCK_V, BLOCK_T, BLOCK_K: columns, tokens and entries of a tile.
+        ACTIVATION: activation of the logits.
+        HAS_BIAS: whether there is a bias.
+        HAS_MASK: whether there is a mask.
+        UNIFORM: whether all sequences have the same length.
+        MEAN: whether sums are divided by the number of valid tokens.
+        PRECISION: precision of products of fp32.
+        CLEAN: whether a copy without masked tokens is needed.
+        NEED_BIAS: whether the gradient of the bias is needed.
     """
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
