@@ -45,13 +45,24 @@ def query_list(
     PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr,
 ):
-    """Return the query rows and the list entries of a program.
+    """Return the query rows of a program, and the entries of its list of pairs.
 
     For all pairs the rows are a block of all query rows, and the entries are the documents.
     Otherwise they are the rows of one query, and the entries are its pairs.
 
+    Args:
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        first_ptr: offsets ``[Nq + 1]`` of the listed pairs of each query.
+        Tq: number of query rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q: length of all queries, if UNIFORM_Q.
+        group: documents of a query, for grouped pairs.
+        BLOCK: rows of a block, for all pairs.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+
     Returns:
-        First row and the row after the last, first entry and the entry after the last.
+        The first row and the row after the last, the first entry and the entry after the last.
     """
     if PAIRING == ALL:
         first = tl.program_id(0) * BLOCK
@@ -72,11 +83,12 @@ def query_list(
 
 @triton.jit
 def document_list(d, first_ptr, PAIRING: tl.constexpr):
-    """Return the entries of the list of pairs that belong to a document.
+    """Return the first entry of a document's list of pairs, and the entry after the last.
 
-    Returns:
-        The first entry and the entry after the last. ``first``: offsets ``[Nd + 1]`` of listed
-        pairs.
+    Args:
+        d: the document.
+        first_ptr: offsets ``[Nd + 1]`` of the listed pairs of each document.
+        PAIRING: which pairs have a score. Only listed pairs (``INDEX``) have more than one entry.
     """
     if PAIRING == INDEX:
         return tl.load(first_ptr + d).to(tl.int32), tl.load(first_ptr + d + 1).to(tl.int32)
@@ -103,8 +115,24 @@ def query_of_entry(
 ):
     """Return the query rows of an entry of a document's list, and their offsets.
 
+    Args:
+        entry: the entry.
+        first_entry: first entry of the document.
+        d: the document.
+        order_ptr: listed pairs in the order of their documents.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]``.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        Tq: number of query rows.
+        Nq: number of queries.
+        length_q: length of all queries, if UNIFORM_Q.
+        group: documents of a query, for grouped pairs.
+        longest: length of a row of ``saved``, for listed pairs.
+        stride_d: stride of the scores' gradient over documents or pairs.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+
     Returns:
-        First row and the row after the last, the offset to add to a row for its element of
+        The first row and the row after the last, the offset to add to a row for its element of
         ``saved``, and the offset of the pair in the gradient of the scores.
     """
     if PAIRING == INDEX:
@@ -128,9 +156,13 @@ def query_of_entry(
 
 @triton.jit
 def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
-    """Return the unit of the scores' gradient, 1 without ``largest``.
+    """Return the unit of the scores' gradients.
 
     Gradients are divided by it, so that their products with fp16 neither vanish nor overflow.
+
+    Args:
+        largest_ptr: the largest gradient of a score, which is the unit; without it, the unit is 1.
+        HAS_LARGEST: whether there is one.
     """
     unit = 1.0
     if HAS_LARGEST:
@@ -141,9 +173,19 @@ def grad_unit(largest_ptr, HAS_LARGEST: tl.constexpr):
 
 @triton.jit
 def saved_offsets(entry, pair, first_entry, row, q_start, Tq, longest, PAIRING: tl.constexpr):
-    """Return the offsets of the query rows ``row`` of an entry in ``saved``.
+    """Return the offsets of some query rows of an entry in ``saved``.
 
-    ``saved`` is ``[pairs, longest]`` for listed pairs, otherwise ``[documents of a query, Tq]``.
+    For listed pairs, ``saved`` is ``[pairs, longest]``, otherwise ``[documents of a query, Tq]``.
+
+    Args:
+        entry: the entry of the query's list.
+        pair: its pair.
+        first_entry: first entry of the query.
+        row: the rows.
+        q_start: first row of the query.
+        Tq: number of query rows.
+        longest: length of a row of ``saved``, for listed pairs.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
     """
     if PAIRING == INDEX:
         return pair.to(tl.int64) * longest + row - q_start
@@ -185,20 +227,40 @@ def dqueries_kernel(
     HAS_SCALE: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Compute ``dqueries[r] = factor * sum over pairs of dscore * documents[winner]``.
+    """Compute the gradients of query rows: sums of the document rows that won against them.
 
-    Grid: ``[ceil(Tq / BLOCK_R), ceil(D / BLOCK_D)]`` for all pairs, otherwise
+    ``dqueries[r] = factor * sum over pairs of dscore * documents[winner of r]``. Grid:
+    ``[ceil(Tq / BLOCK_R), ceil(D / BLOCK_D)]`` for all pairs, otherwise
     ``[Nq, ceil(D / BLOCK_D)]``.
 
     Args:
         dscores_ptr: gradient of the scores, with ``stride_q`` and ``stride_d``.
-        saved_ptr: winners: positions within a document, or ``NO_WINNER``.
-        documents_ptr: token vectors ``[Td, D]``.
-        document_factors_ptr: scales ``[Td]`` of the documents, if ``HAS_SCALE``.
-        order_ptr: order of listed pairs by query.
+        saved_ptr: winners: positions within a document, or NO_WINNER.
+        documents_ptr: document rows ``[Td, D]``.
+        query_factors_ptr: not used here.
+        document_factors_ptr: factors ``[Td]`` of the document rows, if HAS_SCALE.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        row_query_ptr: query of each row, for all pairs, unless UNIFORM_Q.
+        order_ptr: listed pairs in the order of their queries.
         first_ptr: offsets ``[Nq + 1]`` of the pairs of each query in this order.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]``.
         dquery_ptr: gradient ``[Tq, D]``; written.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        group: documents of a query, for grouped pairs.
+        longest: length of a row of ``saved``, for listed pairs.
+        stride_q, stride_d: strides of the scores' gradient over queries, and over documents or
+            pairs.
         factor: 1, or with the mean over query tokens 1 by their number.
+        D: dimension of the rows.
+        BLOCK_R, BLOCK_D: query rows and columns of a tile.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_SCALE: whether document rows have factors.
+        NO_WINNER: position of a query token without a winner.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first_row, end_row, first_entry, end_entry = query_list(
@@ -280,15 +342,31 @@ def dqueries_row_kernel(
 ):
     """Compute the gradient of one query row from all documents, for few query rows.
 
-    Grid: ``[Tq, ceil(D / BLOCK_D)]``. A step of the loop takes ``BLOCK_N`` documents.
+    ``dqueries[r] = factor * sum over documents of dscore * documents[winner of r]``. A step of the
+    loop takes ``BLOCK_N`` documents. Grid: ``[Tq, ceil(D / BLOCK_D)]``.
 
     Args:
-        saved_ptr: winners ``[Nd, Tq]``.
+        dscores_ptr: gradient of the scores ``[Nq, Nd]``, with ``stride_q`` and ``stride_d``.
+        saved_ptr: winners ``[Nd, Tq]``: positions within a document, or NO_WINNER.
+        queries_ptr: query rows ``[Tq, D]``, if PROJECTS.
+        documents_ptr: document rows ``[Td, D]``.
+        query_factors_ptr: inverse norms ``[Tq]`` of the query rows, if PROJECTS.
+        document_factors_ptr: factors ``[Td]`` of the document rows, if HAS_SCALE.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        row_query_ptr: query of each row, unless UNIFORM_Q.
         dquery_ptr: gradient ``[Tq, D]``; written.
+        Tq, Td: numbers of query and document rows.
+        Nd: number of documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        factor: 1, or with the mean over query tokens 1 by their number.
+        D: dimension of the rows.
+        BLOCK_N, BLOCK_D: documents and columns of a step.
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_SCALE: whether document rows have factors.
+        NO_WINNER: position of a query token without a winner.
         PROJECTS: whether the rows were normalised, so that the gradient is that of the rows before
             normalisation. ``D <= BLOCK_D`` then.
-
-    The other arguments are as in :func:`dqueries_kernel`.
     """
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -304,7 +382,7 @@ def dqueries_row_kernel(
         winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=exists, other=NO_WINNER).to(
             tl.int32,
         )
-        # a document with invalid offsets is empty, so that no token of it wins
+        # A document with invalid offsets is empty, so that none of its tokens wins.
         has_winner = (winner != NO_WINNER) & (start + winner < end)
         offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
         # Loaded as a column, since Triton 3.7 cannot lay out one mask for int32 winners and int64
@@ -361,21 +439,41 @@ def ddocuments_kernel(
     NO_WINNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute ``ddocuments[t]``, the sum of ``factor * dscore * queries[r]`` over rows that t won.
+    """Compute the gradients of document rows: sums of the query rows that they won.
 
-    All query rows of the document's pairs are multiplied, by a one-hot matrix of their winners.
-    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document.
+    ``ddocuments[t]`` sums ``factor * dscore * queries[r]`` over the rows r that t won. All query
+    rows of the document's pairs are multiplied by a one-hot matrix of their winners. Grid:
+    ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document.
 
     Args:
-        saved_ptr: winners.
-        queries_ptr: token vectors ``[Tq, D]``.
-        query_factors_ptr: scales ``[Tq]`` of the queries, if ``HAS_SCALE``.
-        largest_ptr: the largest gradient of a score, if ``HAS_LARGEST``.
-        order_ptr: order of listed pairs by document.
+        dscores_ptr: gradient of the scores.
+        saved_ptr: winners: positions within a document, or NO_WINNER.
+        queries_ptr: query rows ``[Tq, D]``.
+        query_factors_ptr: factors ``[Tq]`` of the query rows, if HAS_SCALE.
+        largest_ptr: the largest gradient of a score, if HAS_LARGEST.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        order_ptr: listed pairs in the order of their documents.
         first_ptr: offsets ``[Nd + 1]`` of the pairs of each document in this order.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]``.
         ddoc_ptr: gradient ``[Td, D]``; written.
-
-    The other arguments are as in :func:`dqueries_kernel`.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        group: documents of a query, for grouped pairs.
+        longest: length of a row of ``saved``, for listed pairs.
+        tiles: programs that share a document.
+        stride_d: stride of the scores' gradient over documents or pairs.
+        factor: 1, or with the mean over query tokens 1 by their number.
+        D: dimension of the rows.
+        BLOCK_T, BLOCK_E, BLOCK_D: document rows, query rows and columns of a tile.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_SCALE: whether query rows have factors.
+        HAS_LARGEST: whether gradients are divided by the largest one.
+        NO_WINNER: position of a query token without a winner.
+        PRECISION: precision of products of fp32.
     """
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
@@ -410,7 +508,7 @@ def ddocuments_kernel(
                 grad = tl.load(dscores_ptr + offs_pair).to(tl.float32) / unit
                 grad = tl.where(in_tile, grad, 0.0)
                 x = load_block(queries_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
-                # zeros, because a coefficient of 0 times a NaN would be NaN
+                # Other rows become 0, since a coefficient of 0 times a NaN would be NaN.
                 x = tl.where(in_tile[:, None], x, 0.0).to(x.dtype)
                 if HAS_SCALE:
                     power, mantissa = split_scale(
@@ -447,13 +545,28 @@ def _add_listed(
     HAS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add ``dscore * queries[row]`` of the listed query rows to the rows of a tile.
+    """Add ``dscore * queries[row]`` of listed query rows to the rows of a tile.
 
     Args:
         acc: the tile ``[BLOCK_T, BLOCK_D]``, from document token ``t0`` on.
-        lists_ptr: query rows, of which the first ``count`` are read.
+        lists_ptr: the list of query rows.
+        count: number of listed rows.
         dscores_ptr: gradient of the scores of the document.
         saved_ptr: winners of the document.
+        queries_ptr: query rows ``[Tq, D]``.
+        query_factors_ptr: factors ``[Tq]`` of the query rows, if HAS_SCALE.
+        row_query_ptr: query of each row, unless UNIFORM_Q.
+        t0: position of the tile's first token.
+        unit: unit of the scores' gradients.
+        Tq: number of query rows.
+        length_q: length of all queries, if UNIFORM_Q.
+        stride_q: stride of the scores' gradient over queries.
+        k: columns of the tile.
+        D: dimension of the rows.
+        BLOCK_T, BLOCK_E: document rows and query rows of a product.
+        UNIFORM_Q: whether all queries have the same length.
+        HAS_SCALE: whether query rows have factors.
+        PRECISION: precision of products of fp32.
 
     Returns:
         The tile after the addition.
@@ -514,20 +627,48 @@ def ddocuments_listed_kernel(
     PRECISION: tl.constexpr,
     PROJECTS: tl.constexpr,
 ):
-    """Compute ``ddocuments[t]``, the sum of ``factor * dscore * queries[r]`` over rows that t won.
+    """Compute the gradients of document rows, from lists of the query rows that they won.
 
-    For all pairs. The query rows that won in a tile are listed, and only these are multiplied.
-    Grid: ``[programs, ceil(D / BLOCK_D)]``; programs share ``Nd * slices`` items. Item ``i`` is
-    slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it.
+    This is for all pairs.
+
+    ``ddocuments[t]`` sums ``factor * dscore * queries[r]`` over the rows r that t won. Query rows
+    that won in a tile are listed, and only these are multiplied by a one-hot matrix of their
+    winners.
+
+    Grid: ``[programs, ceil(D / BLOCK_D)]``. Programs share ``Nd * slices`` items of work: item
+    ``i`` is slice ``i % slices`` of document ``i // slices``, every ``slices``-th tile of it.
 
     Args:
-        saved_ptr: winners ``[Nd, Tq]``.
-        lists_ptr: scratch for the lists, ``CAPACITY`` rows for each program.
+        dscores_ptr: gradient of the scores ``[Nq, Nd]``, with ``stride_q`` and ``stride_d``.
+        saved_ptr: winners ``[Nd, Tq]``: positions within a document, or NO_WINNER.
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_ptr: document rows ``[Td, D]``, if PROJECTS.
+        query_factors_ptr: factors ``[Tq]`` of the query rows, if HAS_SCALE.
+        document_factors_ptr: inverse norms ``[Td]`` of the document rows, if PROJECTS.
+        largest_ptr: the largest gradient of a score, if HAS_LARGEST.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        row_query_ptr: query of each row, unless UNIFORM_Q.
+        lists_ptr: scratch for the lists, CAPACITY rows for each program.
         ddoc_ptr: gradient ``[Td, D]``; written.
+        Tq, Td: numbers of query and document rows.
+        Nd: number of documents.
+        slices: number of slices of a document.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        factor: 1, or with the mean over query tokens 1 by their number.
+        D: dimension of the rows.
+        BLOCK_T: document rows of a tile.
+        BLOCK_S: query rows whose winners are read at a time.
+        BLOCK_E, BLOCK_D: query rows and columns of a product.
+        CAPACITY: query rows that a list can hold.
+        ALIGNED: whether ``Tq`` is a multiple of 8, so that winners are read 16 bytes at a time.
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_SCALE: whether query rows have factors.
+        HAS_LARGEST: whether gradients are divided by the largest one.
+        NO_WINNER: position of a query token without a winner.
+        PRECISION: precision of products of fp32.
         PROJECTS: whether the rows were normalised, so that the gradient is that of the rows before
             normalisation. ``D <= BLOCK_D`` then.
-
-    The other arguments are as in :func:`ddocuments_kernel`.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     lists_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
@@ -536,7 +677,7 @@ def ddocuments_listed_kernel(
         d = item // slices
         start, end, _offsets_valid = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
         saved_d = saved_ptr + tl.cast(d, tl.int64) * Tq
-        if ALIGNED:  # rows are a multiple of 8: winners are read 16 bytes at a time
+        if ALIGNED:
             saved_d = tl.multiple_of(saved_d, 16)
         dscore_d = dscores_ptr + tl.cast(d, tl.int64) * stride_d
         for t0 in range((item % slices) * BLOCK_T, end - start, slices * BLOCK_T):

@@ -36,10 +36,19 @@ SIZES = [  # numbers of launches, whose values kernels are not built for
 
 @triton.jit
 def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
-    """Return the first row of sequence i, the row after its last, and whether these are valid.
+    """Return the first row of a sequence, the row after its last, and whether these are valid.
 
-    A sequence with invalid offsets is empty. ``cu``: offsets ``[count + 1]``, not read if
-    ``UNIFORM``; or ends ``[count]`` of padded sequences, if it is ``ENDS``.
+    A sequence with invalid offsets is empty.
+
+    Args:
+        cu_ptr: offsets ``[count + 1]``; or ends ``[count]`` of padded sequences, if UNIFORM is
+            ``ENDS``.
+        i: the sequence.
+        count: number of sequences.
+        rows: number of rows.
+        length: length of all sequences, if UNIFORM.
+        UNIFORM: whether all sequences have the same length, or ``ENDS``: they are padded to it, and
+            each has an end up to which it is read.
     """
     if UNIFORM:
         start = i * length
@@ -62,7 +71,15 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def sequence_at(cu_ptr, row, count, length, UNIFORM: tl.constexpr):
-    """Return the sequence that contains ``row``, a scalar."""
+    """Return the sequence that contains a row.
+
+    Args:
+        cu_ptr: offsets ``[count + 1]``, unless UNIFORM.
+        row: the row, a scalar.
+        count: number of sequences.
+        length: length of all sequences, if UNIFORM.
+        UNIFORM: whether all sequences have the same length.
+    """
     if UNIFORM:
         return row // length
     else:
@@ -76,7 +93,15 @@ def sequence_at(cu_ptr, row, count, length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
-    """Load ``[len(row), len(k)]`` elements of a row-major matrix, zeros where masked."""
+    """Load some columns of rows of a row-major matrix, zeros where masked.
+
+    Args:
+        ptr: matrix ``[rows, D]``.
+        row: the rows.
+        mask_row: rows that are read.
+        k: the columns.
+        D: number of columns.
+    """
     return tl.load(
         ptr + row.to(tl.int64)[:, None] * D + k[None, :],
         mask=mask_row[:, None] & (k < D)[None, :],
@@ -86,9 +111,18 @@ def load_rows(ptr, row, mask_row, k, D: tl.constexpr):
 
 @triton.jit
 def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Load ``[BLOCK, len(k)]`` elements of ``count`` rows from ``row0`` on, zeros after them."""
+    """Load some columns of consecutive rows of a row-major matrix, zeros after the last row.
+
+    Args:
+        ptr: matrix ``[rows, D]``.
+        row0: the first row.
+        count: number of rows that may be read.
+        k: the columns.
+        D: number of columns.
+        BLOCK: number of rows of the result.
+    """
     i = tl.arange(0, BLOCK)
-    # offsets inside a block fit 32 bits: half the registers of addresses
+    # Offsets within a block are 32 bits wide, which halves the registers of addresses.
     return tl.load(
         ptr + tl.cast(row0, tl.int64) * D + (i[:, None] * D + k[None, :]),
         mask=(i < count)[:, None] & (k < D)[None, :],
@@ -98,7 +132,16 @@ def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
-    """Round ``[len(row), len(k)]`` elements, and store them where :func:`load_rows` reads."""
+    """Round numbers to the matrix's dtype, and store them where :func:`load_rows` reads.
+
+    Args:
+        ptr: matrix ``[rows, D]``.
+        row: the rows.
+        mask_row: rows that are written.
+        k: the columns.
+        x: the numbers, ``[len(row), len(k)]``.
+        D: number of columns.
+    """
     tl.store(
         ptr + row.to(tl.int64)[:, None] * D + k[None, :],
         x.to(ptr.dtype.element_ty),
@@ -108,9 +151,12 @@ def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
 
 @triton.jit
 def split_scale(scale):
-    """Split a scale into a power of two and a mantissa from 1 to 2.
+    """Split scales into a power of two and a mantissa from 1 to 2.
 
-    Rows can be multiplied by the power exactly.
+    Rows can be multiplied by a power of two without rounding.
+
+    Args:
+        scale: the scales, which are not negative.
     """
     power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, tl.where(power > 0.0, scale / power, 1.0)
@@ -118,9 +164,11 @@ def split_scale(scale):
 
 @triton.jit
 def times_power(x, power):
-    """Multiply rows by powers of two that bring them to the order of 1.
+    """Multiply rows by powers of two, which does not round.
 
-    This is exact, whatever range their dtype has.
+    Args:
+        x: the rows.
+        power: the power of each row, which brings its entries to the order of 1.
     """
     return (x.to(tl.float32) * power[:, None]).to(x.dtype)
 
@@ -140,19 +188,33 @@ def mask_tile(
     HAS_SCALE: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
-    """Scale a tile of products ``[BLOCK_Q, BLOCK_T]``, and mask tokens that do not take part.
+    """Scale a tile of products, and mask document tokens that do not count.
 
-    Masked and missing tokens become minus infinity, with ``MASK_ZERO`` masked ones become 0.
+    Args:
+        acc: products ``[BLOCK_Q, BLOCK_T]``.
+        start: first row of the document.
+        length: length of the document.
+        t0: position of the tile's first token in the document.
+        row_scale: factor of each query row, used with SMOOTH. Otherwise :func:`finish` multiplies
+            the maxima by it.
+        mask_ptr: mask of all document rows, with HAS_MASK.
+        scale_ptr: factors of all document rows, with HAS_SCALE.
+        BLOCK_T: tokens of the tile.
+        HAS_MASK: whether documents have a mask.
+        MASK_ZERO: whether masked tokens become 0; otherwise minus infinity.
+        HAS_SCALE: whether rows have factors.
+        SMOOTH: whether the smooth maximum is computed.
 
     Returns:
-        The tile, and the number of document tokens in it that take part.
+        The tile, with minus infinity for missing tokens, and the number of document tokens in it
+        that count.
     """
     t = t0 + tl.arange(0, BLOCK_T)
     inside = t < length
     row = start + t
     if HAS_SCALE:
         acc *= tl.load(scale_ptr + row, mask=inside, other=0.0)[None, :]
-        if SMOOTH:  # a row's scale is not negative, so it commutes with the maximum
+        if SMOOTH:  # Without SMOOTH, the factor is applied to the maximum: it is not negative.
             acc *= row_scale[:, None]
     tile_tokens = tl.minimum(length - t0, BLOCK_T)
     if HAS_MASK:
@@ -179,11 +241,21 @@ def fold_tile(
     WITH_SAVED: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
-    """Fold a tile into the running maximum.
+    """Fold a tile of similarities into the running maximum of each query row.
+
+    Args:
+        acc: similarities ``[BLOCK_Q, BLOCK_T]``.
+        t0: position of the tile's first token in the document.
+        best: maxima so far, ``[BLOCK_Q]``.
+        state: positions of the first tokens that have them or, with SMOOTH, sums of
+            ``exp((s - best) / temperature)``.
+        inverse_temperature: ``1 / temperature``, with SMOOTH.
+        BLOCK_T: tokens of the tile.
+        WITH_SAVED: whether positions are needed.
+        SMOOTH: whether the smooth maximum is computed.
 
     Returns:
-        The maximum ``best`` ``[BLOCK_Q]``, and ``state``: the position of the first token with the
-        maximum or, with ``SMOOTH``, the sum of exponentials relative to the maximum.
+        The new ``best`` and ``state``.
     """
     tile_best = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
     if SMOOTH:
@@ -218,10 +290,29 @@ def finish(
     SMOOTH: tl.constexpr,
     NO_WINNER: tl.constexpr,
 ):
-    """Return what a query token adds to a score, and what is saved for backward.
+    """Return what each query token adds to a score, and what is saved for backward.
 
-    A token that is masked, or meets no document token (``n_tokens`` is 0), adds 0, and has no
-    winner.
+    A token that is masked adds 0 and has no winner, as does every token of a query whose document
+    has no token that counts.
+
+    Args:
+        best: maxima ``[BLOCK_Q]`` over the document's tokens.
+        state: state of :func:`fold_tile`.
+        n_tokens: number of document tokens that count.
+        unmasked_q: query tokens that are not masked.
+        row_scale: factor of each query row.
+        start: first row of the document.
+        temperature: temperature of the smooth maximum.
+        mask_ptr: mask of all document rows, with HAS_MASK.
+        HAS_MASK: whether documents have a mask.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0.
+        HAS_SCALE: whether rows have factors.
+        WITH_SAVED: whether a backward pass follows.
+        SMOOTH: whether the smooth maximum is computed.
+        NO_WINNER: position of a token without a winner.
+
+    Returns:
+        The addends, and winners or, with SMOOTH, smooth maxima.
     """
     takes_part = mask_if(unmasked_q, n_tokens > 0)
     if SMOOTH:
@@ -242,7 +333,12 @@ def finish(
 
 @triton.jit
 def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
-    """Return the running maximum and state before the first tile, as :func:`fold_tile` does."""
+    """Return the running maximum and state of :func:`fold_tile` before the first tile.
+
+    Args:
+        BLOCK_Q: number of query rows.
+        SMOOTH: whether the smooth maximum is computed.
+    """
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     state = tl.zeros((BLOCK_Q,), tl.float32 if SMOOTH else tl.int32)
     return best, state
@@ -262,6 +358,16 @@ def count_tiles(
     """Return the number of tiles of a program, which has every ``splits``-th document.
 
     An empty document has one tile, in which its score is written.
+
+    Args:
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        split: the first document of the program.
+        splits: number of programs that share the documents.
+        Nd: number of documents.
+        Td: number of document rows.
+        length_d: length of all documents, if UNIFORM_D.
+        BLOCK_T: tokens of a tile.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
     """
     n_documents = (Nd - split + splits - 1) // splits
     if UNIFORM_D and UNIFORM_D != ENDS:
@@ -285,7 +391,15 @@ def count_tiles(
 
 @triton.jit
 def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
-    """Return the queries of query rows ``row``."""
+    """Return the query of each query row.
+
+    Args:
+        row_query_ptr: query of all rows, unless UNIFORM_Q.
+        row: the rows.
+        inside: rows that exist.
+        length_q: length of all queries, if UNIFORM_Q.
+        UNIFORM_Q: whether all queries have the same length.
+    """
     if UNIFORM_Q:
         return row // length_q
     else:
@@ -294,7 +408,15 @@ def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
 
 @triton.jit
 def item_of(entry, first_entry, order_ptr, pairs_ptr, PAIRING: tl.constexpr):
-    """Return pair, query (for listed pairs only) and document of an entry of a list."""
+    """Return the pair, the query and the document of an entry of a query's list.
+
+    Args:
+        entry: the entry.
+        first_entry: first entry of the query.
+        order_ptr: listed pairs in the order of their queries.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]``.
+        PAIRING: which pairs have a score. Only for ``INDEX`` (listed pairs) the query is one.
+    """
     if PAIRING == INDEX:
         pair = tl.load(order_ptr + entry).to(tl.int32)
         return pair, tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)

@@ -51,7 +51,22 @@ def _products(
 ):
     """Compute the products of a query tile and a document tile, fp32 ``[BLOCK_Q, BLOCK_T]``.
 
-    ``q``: the query tile if the dimension fits into ``BLOCK_K``. Otherwise it is loaded in parts.
+    Args:
+        q: the query tile, if ``D <= BLOCK_K``. Otherwise it is loaded in parts here.
+        queries_ptr: query rows ``[Tq, D]``.
+        row0: first query row of the tile.
+        rows: number of query rows of the tile.
+        power: power of two by which each query row is multiplied, if NORMALIZED.
+        documents_src: document rows ``[Td, D]``, a pointer or a TMA descriptor.
+        start: first row of the document.
+        t0: position of the tile's first token in the document.
+        n_rows: number of all document rows.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product.
+        USE_TMA: whether ``documents_src`` is a TMA descriptor.
+        PRECISION: precision of products of fp32.
+        INTEGER: whether rows are int8.
+        NORMALIZED: whether query rows are multiplied by powers.
     """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     acc = tl.zeros((BLOCK_Q, BLOCK_T), kind)
@@ -98,13 +113,27 @@ def _query_rows(
     HAS_SCALE: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
-    """Load the first block of a query tile, and the scales of its rows.
+    """Load the first block of a query tile, and the factors of its rows.
 
-    An inverse norm is split in two: the power of two by which the rows are multiplied, so that
-    their products are numbers of fp32, and the rest, for their maxima.
+    An inverse norm is split in two: a power of two, by which rows are multiplied without rounding
+    so that their products neither overflow nor vanish, and a mantissa for their maxima.
+
+    Args:
+        queries_ptr: query rows ``[Tq, D]``.
+        mask_ptr: mask ``[Tq]``, if HAS_MASK.
+        scale_ptr: factors ``[Tq]`` of the rows, if HAS_SCALE.
+        row0: first row of the tile.
+        rows: number of rows of the tile.
+        row: the rows.
+        inside: rows that exist.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_K: rows and columns of the block.
+        HAS_MASK: whether queries have a mask.
+        HAS_SCALE: whether rows have factors.
+        NORMALIZED: whether these are inverse norms.
 
     Returns:
-        The block, the rows that are not masked, the scales of their maxima, and the powers.
+        The block, the rows that are not masked, the factors of their maxima, and the powers.
     """
     q = load_block(queries_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     unmasked = inside
@@ -122,9 +151,15 @@ def _query_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def ends_kernel(document_mask_ptr, ends_ptr, length_d, BLOCK: tl.constexpr):
-    """Write the position after the last token of each padded document that is not masked.
+    """Write the position after the last unmasked token of each padded document.
 
-    Grid: ``[Nd]``. ``document_mask``: ``[Nd, length_d]``. Writes ``ends`` ``[Nd]``.
+    Grid: ``[Nd]``.
+
+    Args:
+        document_mask_ptr: mask ``[Nd, length_d]``.
+        ends_ptr: ends ``[Nd]``; written.
+        length_d: length of the documents.
+        BLOCK: mask entries that are read at a time.
     """
     d = tl.program_id(0)
     end = 0
@@ -185,19 +220,49 @@ def all_pairs_kernel(
     INTEGER: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
-    """Compute the scores of a tile of query tokens with a share of the documents.
+    """Compute the scores of a tile of query tokens with a share of the documents, for all pairs.
 
-    Grid: ``[ceil(Tq / tile_rows), splits]``.
+    A program has every ``splits``-th document. The loop takes the token tiles of all of them one
+    after another, so that the next document is loaded while the last tile of one is reduced. After
+    the last tile of a document its scores are stored. Grid: ``[ceil(Tq / tile_rows), splits]``.
 
     Args:
-        queries_ptr: token vectors ``[Tq, D]``. Masks and factors have one number for each of them.
-        documents_src: token vectors ``[Td, D]``, a TMA descriptor if ``USE_TMA``.
-        scores_ptr: scores ``[Nq, Nd]``; written if ``DIRECT``.
-        parts_ptr: partial sums for :func:`combine_kernel`; written unless ``DIRECT``.
-        saved_ptr: ``[Nd, Tq]`` winners or smooth maxima; written if ``WITH_SAVED``.
-        row_query_ptr: query of each row; written if ``WITH_SAVED``, unless ``UNIFORM_Q``.
-        tile_rows: query tokens of a tile, at most ``BLOCK_Q``.
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_src: document rows ``[Td, D]``, a pointer or a TMA descriptor.
+        query_mask_ptr, document_mask_ptr: masks ``[Tq]`` and ``[Td]``.
+        query_factors_ptr, document_factors_ptr: factors ``[Tq]`` and ``[Td]`` of the rows.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        scores_ptr: scores ``[Nq, Nd]``; written if DIRECT.
+        parts_ptr: partial sums for :func:`combine_kernel`; written unless DIRECT.
+        saved_ptr: winners or smooth maxima ``[Nd, Tq]``; written if WITH_SAVED.
+        row_query_ptr: query of each row; written if WITH_SAVED, unless UNIFORM_Q.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        tile_rows: query tokens of a tile, at most BLOCK_Q.
+        splits: number of programs that share the documents.
+        steps: number of bisections of :func:`query_of`.
+        temperature, inverse_temperature: of the smooth maximum.
+        divisor: divisor of the scores: 1, or the number of query tokens for their mean.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product.
         LQ: length of all queries if it divides the tile; otherwise 0.
+        DIRECT: whether no query has tokens in several tiles, so that scores need no second kernel.
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        HAS_QSCALE: whether query rows have factors.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
+        HAS_SCALE: whether document rows have factors.
+        SMOOTH: whether the smooth maximum is computed.
+        WITH_SAVED: whether a backward pass follows.
+        NO_WINNER: position of a query token without a winner.
+        USE_TMA: whether ``documents_src`` is a TMA descriptor.
+        PRECISION: precision of products of fp32.
+        INTEGER: whether rows are int8.
+        NORMALIZED: whether the factors of queries are inverse norms.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -222,7 +287,7 @@ def all_pairs_kernel(
     )
     first_q = sequence_at(cu_queries_ptr, row0, Nq, length_q, UNIFORM_Q)
     last_q = sequence_at(cu_queries_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
-    if WITH_SAVED and not UNIFORM_Q:  # for backward
+    if WITH_SAVED and not UNIFORM_Q:  # backward reads it
         tl.store(
             row_query_ptr + row,
             query_of(cu_queries_ptr, row, Nq, steps),
@@ -358,9 +423,21 @@ def combine_kernel(
 ):
     """Add up the partial scores of each query, tile by tile.
 
-    Grid: ``[Nq * ceil(Nd / BLOCK)]``. Writes ``scores`` ``[Nq, Nd]``.
+    Grid: ``[Nq * ceil(Nd / BLOCK)]``. Only the first axis of a grid can exceed 65,535.
+
+    Args:
+        parts_ptr: partial sums ``[tiles + Nq, Nd]``: row ``tile + query`` is that of a tile and
+            a query.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        scores_ptr: scores ``[Nq, Nd]``; written.
+        Tq: number of query rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q: length of all queries, if UNIFORM_Q.
+        tile_rows: query tokens of a tile.
+        divisor: divisor of the scores: 1, or the number of query tokens for their mean.
+        BLOCK: documents of a program.
+        UNIFORM_Q: whether all queries have the same length.
     """
-    # Blocks are on the grid's first axis, the only one that holds more than 65,535.
     blocks = (Nd + BLOCK - 1) // BLOCK
     query = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -373,8 +450,8 @@ def combine_kernel(
                 mask=d < Nd,
                 other=0.0,
             )
-        # Invalid offsets elsewhere may have given these rows to other queries. Then the partial
-        # scores of this query were not written.
+        # With invalid offsets, these rows may belong to other queries. The partial scores of this
+        # query were not written then.
         if not UNIFORM_Q:
             is_valid &= sequence_at(cu_queries_ptr, start, Nq, length_q, UNIFORM_Q) == query
             is_valid &= sequence_at(cu_queries_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
@@ -429,14 +506,42 @@ def listed_pairs_kernel(
 ):
     """Compute the score of one aligned, grouped or listed pair.
 
-    Grid: ``[P]``.
+    Grid: ``[P]``, the number of pairs.
 
     Args:
-        queries_ptr: token vectors ``[Tq, D]``.
-        documents_src: token vectors ``[Td, D]``, a TMA descriptor if ``USE_TMA``.
-        pairs_ptr: ``[P, 2]`` int32, the query and the document of each listed pair.
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_src: document rows ``[Td, D]``, a pointer or a TMA descriptor.
+        query_mask_ptr, document_mask_ptr: masks ``[Tq]`` and ``[Td]``.
+        query_factors_ptr, document_factors_ptr: factors ``[Tq]`` and ``[Td]`` of the rows.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]`` int32.
         scores_ptr: scores ``[P]``; written.
-        saved_ptr: winners or smooth maxima of the pairs; written if ``WITH_SAVED``.
+        saved_ptr: winners or smooth maxima of the pairs; written if WITH_SAVED.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        group: documents of a query, 1 for aligned pairs.
+        longest: length of a row of ``saved``, for listed pairs.
+        temperature, inverse_temperature: of the smooth maximum.
+        divisor: divisor of the scores: 1, or the number of query tokens for their mean.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        HAS_QSCALE: whether query rows have factors.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
+        HAS_SCALE: whether document rows have factors.
+        SMOOTH: whether the smooth maximum is computed.
+        WITH_SAVED: whether a backward pass follows.
+        NO_WINNER: position of a query token without a winner.
+        USE_TMA: whether ``documents_src`` is a TMA descriptor.
+        PRECISION: precision of products of fp32.
+        INTEGER: whether rows are int8.
+        NORMALIZED: whether the factors of queries are inverse norms.
     """
     pair = tl.program_id(0)
     if PAIRING == INDEX:

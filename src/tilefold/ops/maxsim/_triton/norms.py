@@ -11,9 +11,12 @@ MIN_SCALE, MAX_SCALE = tl.constexpr(2.0**-126), tl.constexpr(2.0**126)
 
 @triton.jit
 def inverse_power_of_two(x):
-    """Return the power of two by which ``x >= 0`` comes to between 1 and 2.
+    """Return the power of two by which a number comes to between 1 and 2.
 
     It is limited to normal numbers, and the largest of them for 0.
+
+    Args:
+        x: numbers that are not negative.
     """
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
@@ -29,7 +32,18 @@ def _inverse_norms(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute the inverse norms of ``BLOCK_R`` of the ``[T, D]`` rows."""
+    """Write the inverse norms of a block of rows.
+
+    Rows are multiplied by a power of two, so that their squares neither overflow nor vanish.
+
+    Args:
+        rows_ptr: rows ``[T, D]``.
+        scale_ptr: inverse norms ``[T]``; written.
+        block: number of the block.
+        T: number of rows.
+        D: dimension of the rows.
+        BLOCK_R, BLOCK_D: rows and columns that are read at a time.
+    """
     row = block * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
     power = inverse_power_of_two(largest)
@@ -40,7 +54,7 @@ def _inverse_norms(
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
         previous_power = power
         power = inverse_power_of_two(largest)
-        # the squares so far were of rows multiplied by the previous power
+        # The squares so far were computed with the previous power.
         square *= (power / previous_power) * (power / previous_power)
         x *= power[:, None]
         square += tl.sum(x * x, axis=1)
@@ -69,10 +83,18 @@ def inverse_norms_kernel(
 ):
     """Compute ``1 / norm`` of all query and document rows.
 
-    Rows are brought to the order of 1 first, so that their squares neither overflow nor vanish. The
-    result is 0 for a row whose inverse norm is no number of fp32 (a norm below ``2**-126``), and
-    NaN where it is not a normal one. Grid: ``[ceil(Tq / BLOCK_R) + ceil(Td / BLOCK_R)]``, queries
-    first. Writes ``query_factors`` ``[Tq]`` and ``document_factors`` ``[Td]``, fp32.
+    The result is 0 for a row whose inverse norm exceeds fp32 (a norm below ``2**-126``), and NaN
+    where it is not a normal number. Grid: ``[ceil(Tq / BLOCK_R) + ceil(Td / BLOCK_R)]``, queries
+    first.
+
+    Args:
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_ptr: document rows ``[Td, D]``.
+        query_factors_ptr: inverse norms ``[Tq]`` of query rows, fp32; written.
+        document_factors_ptr: inverse norms ``[Td]`` of document rows, fp32; written.
+        Tq, Td: numbers of rows.
+        D: dimension of the rows.
+        BLOCK_R, BLOCK_D: rows and columns that are read at a time.
     """
     block = tl.program_id(0)
     n_query_blocks = (Tq + BLOCK_R - 1) // BLOCK_R
@@ -92,10 +114,14 @@ def inverse_norms_kernel(
 
 @triton.jit
 def projected(x, scale, g):
-    """Return ``scale * (g - u (u . g))`` with ``u = scale * x``.
+    """Return the gradient of rows before normalisation, from that of the normalised rows.
 
-    This is the gradient of rows ``x`` ``[R, D]`` before normalisation, from the gradient ``g`` of
-    the normalised rows. ``scale`` ``[R]`` is the inverse of their norms.
+    It is ``scale * (g - u (u . g))`` with ``u = scale * x``.
+
+    Args:
+        x: rows ``[R, D]`` before normalisation.
+        scale: inverse norms ``[R]``.
+        g: gradient of the normalised rows, ``[R, D]``.
     """
     u = x * scale[:, None]
     # A factor of 0 gives 0, even if the other factor is infinite or NaN.
@@ -115,14 +141,22 @@ def unit_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute ``out = scale * (grad - u (u . grad))`` with ``u = scale * row``.
+    """Compute the gradient of rows before normalisation, from that of the normalised ones.
 
-    This is the gradient of rows before normalisation, from that of the normalised ones. Grid:
-    ``[ceil(T / BLOCK_R)]``. ``rows``, ``grad``, ``out``: ``[T, D]``. ``scale``: inverse norms
-    ``[T]``.
+    ``out = scale * (grad - u (u . grad))`` with ``u = scale * row``. Grid: ``[ceil(T / BLOCK_R)]``.
+
+    Args:
+        rows_ptr: rows ``[T, D]`` before normalisation.
+        scale_ptr: inverse norms ``[T]``.
+        grad_ptr: gradient of the normalised rows, ``[T, D]``.
+        out_ptr: gradient of the rows, ``[T, D]``; written.
+        T: number of rows.
+        D: dimension of the rows.
+        BLOCK_R, BLOCK_D: rows and columns that are read at a time.
     """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     scale = tl.load(scale_ptr + row, mask=row < T, other=0.0)
+    # The component of the gradient along the normalised row.
     along = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in range(0, D, BLOCK_D):
         k = k0 + tl.arange(0, BLOCK_D)
@@ -153,17 +187,24 @@ def quantize_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute ``scale = max|x| / 127`` and ``out = round(x / scale)`` of rows.
+    """Round rows to int8, with the operations and the results of ``quantize_tokens``.
 
-    The operations are those of ``quantize_tokens``, with the same results. Grid: ``[ceil(T /
-    BLOCK_R)]``. ``rows``: ``[T, D]``. Writes ``out`` ``[T, D]`` int8 and ``scale`` ``[T]``.
+    ``scale = max|x| / 127`` and ``out = round(x / scale)``. Grid: ``[ceil(T / BLOCK_R)]``.
+
+    Args:
+        rows_ptr: rows ``[T, D]``.
+        out_ptr: int8 rows ``[T, D]``; written.
+        scale_ptr: scales ``[T]``; written.
+        T: number of rows.
+        D: dimension of the rows.
+        BLOCK_R, BLOCK_D: rows and columns that are read at a time.
     """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     largest = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in range(0, D, BLOCK_D):
         k = k0 + tl.arange(0, BLOCK_D)
         x = load_rows(rows_ptr, row, row < T, k, D).to(tl.float32)
-        # not a number stays one: nan != nan
+        # NaN, which is not equal to itself, makes the scale NaN.
         largest = tl.where(tl.max((x != x).to(tl.int32), axis=1) > 0, float("nan"), largest)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1), propagate_nan=tl.PropagateNan.ALL)
     scale = tl.div_rn(largest, 127.0)
@@ -183,9 +224,15 @@ def quantize_kernel(
 
 @triton.jit
 def query_of(cu_queries_ptr, row, Nq, steps):
-    """Return the first sequence that ends after each row, or the last one.
+    """Return the query of each row, by bisection of the offsets.
 
-    ``steps`` bisections of the offsets ``[Nq + 1]`` find it.
+    Rows after the last query get the last query.
+
+    Args:
+        cu_queries_ptr: offsets ``[Nq + 1]``.
+        row: the rows.
+        Nq: number of queries.
+        steps: number of bisections, at least ``log2(Nq) + 1``.
     """
     low = row * 0
     high = low + Nq

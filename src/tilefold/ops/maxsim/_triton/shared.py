@@ -46,22 +46,39 @@ def shared_pass_kernel(
     MASK_ZERO: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """Compute the scores of ``BLOCK_Q / SLOT`` queries with a share of the documents.
+    """Compute the scores of several short queries with a share of the documents, all int8.
 
-    Grid: ``[ceil(Nq / (BLOCK_Q / SLOT)), splits]``; a program has every ``splits``-th document.
+    The queries of a program are the rows of one tile, ``SLOT`` rows for each. A program has every
+    ``splits``-th document. Grid: ``[ceil(Nq / (BLOCK_Q / SLOT)), splits]``.
 
     Args:
-        queries_ptr: int8 token vectors ``[Nq * length_q, D]``.
-        documents_src: int8 token vectors ``[Td, D]``, a pointer or a tensor descriptor.
-        query_factors_ptr: scales ``[Nq * length_q]`` of the queries.
-        document_factors_ptr: scales ``[Td]`` of the documents.
+        queries_ptr: int8 query rows ``[Nq * length_q, D]``.
+        documents_src: int8 document rows ``[Td, D]``, a pointer or a TMA descriptor.
+        query_mask_ptr, document_mask_ptr: masks of the rows.
+        query_factors_ptr: scales ``[Nq * length_q]`` of the query rows.
+        document_factors_ptr: scales ``[Td]`` of the document rows.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
         scores_ptr: scores ``[Nq, Nd]``; written.
+        Td: number of document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q: length of all queries.
+        length_d: length of all documents, if UNIFORM_D.
+        splits: number of programs that share the documents.
+        divisor: divisor of the scores: 1, or the number of query tokens for their mean.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product.
         SLOT: rows of a query in the tile, a multiple of ``STRIP``.
-        ONE_TILE: whether no document has more than ``BLOCK_T`` tokens.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        ONE_TILE: whether no document has more than BLOCK_T tokens.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
+        USE_TMA: whether ``documents_src`` is a TMA descriptor.
     """
     QUERIES: tl.constexpr = BLOCK_Q // SLOT
     split = tl.program_id(1)
     first_query = tl.program_id(0) * QUERIES
+    # Strips of 16 rows of a query are not adjacent: all of them are in one warp.
     r = tl.arange(0, BLOCK_Q)
     query = first_query + r // STRIP % QUERIES
     token = r // (STRIP * QUERIES) * STRIP + r % STRIP
@@ -106,7 +123,7 @@ def shared_pass_kernel(
             length_d,
             UNIFORM_D,
         )
-        next_t = next_t0 + column  # loaded a tile early, so that nothing waits for it
+        next_t = next_t0 + column  # scales are loaded one tile ahead, to hide their latency
         is_token = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
         next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=is_token, other=0.0)
         acc = tl.dot(q, rows.T, out_dtype=tl.int32).to(tl.float32)
@@ -176,10 +193,20 @@ def _store(
     divisor,
     SLOT: tl.constexpr,
 ):
-    """Store the scores of a document with the queries of all slots.
+    """Store the scores of a document with all queries of a tile.
 
-    ``best``: maxima ``[BLOCK_Q, LANES]`` over the document tokens of each lane. ``n_tokens``:
-    number of document tokens that take part; without any, the score is 0.
+    Args:
+        best: maxima ``[BLOCK_Q, LANES]`` over the document tokens of each lane.
+        n_tokens: number of document tokens that count; without any, scores are 0.
+        unmasked_q: query rows that exist and are not masked.
+        row_scale: scale of each query row.
+        scores_ptr: scores ``[Nq, Nd]``; written.
+        first_query: first query of the tile.
+        d: the document.
+        document_valid: whether its offsets are valid; if not, scores are NaN.
+        Nq, Nd: numbers of queries and documents.
+        divisor: divisor of the scores.
+        SLOT: rows of a query in the tile.
     """
     QUERIES: tl.constexpr = best.shape[0] // SLOT
     value = tl.where(unmasked_q & (n_tokens > 0), tl.reduce(best, 1, nan_max) * row_scale, 0.0)

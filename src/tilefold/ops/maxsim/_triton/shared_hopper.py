@@ -51,7 +51,16 @@ _tma_load, _barrier, _reinterpret = gluon_tma_load(), gluon_barrier(), gluon_rei
 
 @gluon.jit
 def _tile_start(step, length_d, PARTS: gl.constexpr, GROUP: gl.constexpr):
-    """Return the first document and token of a tile; the parts alternate after ``RUN`` tiles."""
+    """Return the first document and the first token of a tile.
+
+    The parts of the documents alternate after ``RUN`` tiles.
+
+    Args:
+        step: number of the tile in the program.
+        length_d: length of the padded documents.
+        PARTS: number of parts.
+        GROUP: documents of a tile.
+    """
     tokens: gl.constexpr = ROWS // GROUP
     tiles = gl.cdiv(length_d, tokens)
     tile_of_part = step // (RUN * PARTS) * RUN + step % RUN
@@ -72,7 +81,19 @@ def _load_documents(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run the loading warp: fill the ring with the tiles of all parts."""
+    """Run the loading warp: fill the ring with the tiles of all parts.
+
+    Args:
+        documents_src: TMA descriptor of the documents ``[Nd, length_d, D]``.
+        ring: buffers of the tiles, ``BOXES`` boxes for each stage.
+        full: barriers on which readers wait until a stage is loaded.
+        empty: barriers on which this warp waits until a stage was read.
+        length_d: length of the padded documents.
+        steps: number of tiles.
+        PARTS: number of parts of the documents.
+        STAGES: number of stages of the ring.
+        GROUP: documents of a tile.
+    """
     token_boxes: gl.constexpr = BOXES * BOX_DOCUMENTS // GROUP
     for step in range(steps):
         slot = step % STAGES
@@ -102,10 +123,22 @@ def _scales(
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """Load the scales ``[GROUP, tokens]`` of a tile.
+    """Load the scales of a tile, and which of its tokens count.
+
+    Args:
+        scale_ptr: scales ``[Nd * length_d]`` of the document rows.
+        mask_ptr: mask ``[Nd * length_d]``, if HAS_DMASK.
+        step: number of the tile in the program.
+        Nd: number of documents.
+        length_d: length of the padded documents.
+        PARTS: number of parts of the documents.
+        GROUP: documents of a tile.
+        HAS_DMASK: whether documents have a mask.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
 
     Returns:
-        The scales, and 0 or, for tokens that do not take part, minus infinity.
+        Scales ``[GROUP, tokens]``, and 0 or, for tokens that do not count, minus infinity.
     """
     tokens: gl.constexpr = ROWS // GROUP
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [GROUP, WARP // GROUP], [1, 1], [1, 0])
@@ -127,7 +160,15 @@ def _scales(
 
 @gluon.jit
 def _in_rows(x, GROUP: gl.constexpr):
-    """Reorder values ``[GROUP, tokens]`` of a tile to the order of its rows."""
+    """Reorder values of a tile to the order of its rows, as boxes hold them.
+
+    Args:
+        x: values ``[GROUP, tokens]``.
+        GROUP: documents of the tile.
+
+    Returns:
+        ``[ROWS]``.
+    """
     document_boxes: gl.constexpr = GROUP // BOX_DOCUMENTS
     token_boxes: gl.constexpr = BOXES // document_boxes
     boxes = x.reshape([document_boxes, BOX_DOCUMENTS, token_boxes, BOX_TOKENS])
@@ -148,7 +189,20 @@ def _put(
 ):
     """Store the scales of a tile in the ring, and load the scales of a tile of the next run.
 
-    ``shift``: 0 or minus infinity, as :func:`_scales` returns.
+    Args:
+        step: number of the tile in the program.
+        scale: scales of the tile, ``[GROUP, tokens]``.
+        shift: 0 or minus infinity, as :func:`_scales` returns.
+        ring: buffers, barriers, tensors and sizes of :func:`_load_scales`.
+        PARTS: number of parts of the documents.
+        STAGES: number of stages of the ring.
+        GROUP: documents of a tile.
+        HAS_DMASK: whether documents have a mask.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
+
+    Returns:
+        The scales of tile ``step + RUN``, as :func:`_scales` returns them.
     """
     scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = ring
     slot = step % STAGES
@@ -187,9 +241,27 @@ def _load_scales(
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """Run the warp of the scales: load them a run ahead, and put them into the ring.
+    """Run the warp of the scales: load the scales of tiles, and put them into the ring.
 
-    A round is a run of ``RUN`` tiles, whose scales have variables of their own and are not moved.
+    Scales are loaded ``RUN`` = 4 tiles before they are stored. Each of the four tiles of a run has
+    its own variables, so that nothing is moved between registers.
+
+    Args:
+        scales: buffers of the scales, one for each stage.
+        shifts: buffers of the addends, one for each stage.
+        full: barriers on which readers wait until a stage is stored.
+        empty: barriers on which this warp waits until a stage was read.
+        scale_ptr: scales ``[Nd * length_d]`` of the document rows.
+        mask_ptr: mask ``[Nd * length_d]``, if HAS_DMASK.
+        Nd: number of documents.
+        length_d: length of the padded documents.
+        steps: number of tiles, a multiple of ``RUN``.
+        PARTS: number of parts of the documents.
+        STAGES: number of stages of the ring.
+        GROUP: documents of a tile.
+        HAS_DMASK: whether documents have a mask.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
     """
     a, a_out = _scales(scale_ptr, mask_ptr, 0, Nd, length_d, PARTS, GROUP, HAS_DMASK, MASK_ZERO)
     b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, GROUP, HAS_DMASK, MASK_ZERO)
@@ -207,16 +279,22 @@ def _load_scales(
 def _lane_maxima(x):
     """Return the maxima of the two tokens that a lane has of each document.
 
-    The result is ``[BOXES, BOX_DOCUMENTS, columns]``.
+    Args:
+        x: similarities ``[ROWS, columns]``.
+
+    Returns:
+        ``[BOXES, BOX_DOCUMENTS, columns]``.
     """
     return gl.reduce(x.reshape([BOXES, BOX_TOKENS, BOX_DOCUMENTS, x.shape[1]]), 1, nan_max)
 
 
 @gluon.jit
 def _document_maxima(best, GROUP: gl.constexpr):
-    """Return the maxima ``[GROUP, columns]`` over all tokens of documents.
+    """Return the maxima over all tokens of each document, ``[GROUP, columns]``.
 
-    ``best``: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
+    Args:
+        best: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
+        GROUP: documents of the tile.
     """
     columns: gl.constexpr = best.shape[2]
     document_boxes: gl.constexpr = GROUP // BOX_DOCUMENTS
@@ -241,7 +319,27 @@ def _tile_best(
     layout: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Multiply a tile with the queries, and return its maxima by lanes."""
+    """Multiply a tile with the queries, and return its maxima by lanes.
+
+    Integer products n are not converted to floats. Added to the bits of 64, they are the bits of
+    ``64 + n / 2^17`` (``64 + n / 2^18`` for n below 0), which is in the order of n. One
+    multiply-add with the scale and a shift of -64 scales makes similarities of them.
+
+    Args:
+        q: queries ``[DIM, columns]`` in shared memory.
+        rows: buffers of the tiles, one for each stage.
+        scales: buffers of the scales of document rows.
+        shifts: buffers of -64 scales, or minus infinity for tokens that do not count.
+        full: barriers on which this group waits until a stage is loaded.
+        empty: barriers that tell the loading warps that a stage was read.
+        step: number of the tile in the program.
+        one: the number 1, which the compiler must not know.
+        layout: layout of the products.
+        STAGES: number of stages of the ring.
+
+    Returns:
+        Maxima as :func:`_lane_maxima` returns them.
+    """
     slot = step % STAGES
     COLUMNS: gl.constexpr = q.shape[1]
     mbarrier.wait(full.index(slot), (step // STAGES) & 1)
@@ -252,9 +350,9 @@ def _tile_best(
     shift = shifts.index(slot).load(gl.SliceLayout(1, layout))
     mbarrier.arrive(empty.index(slot))
     x = (acc * one + ZERO).to(gl.float32, bitcast=True)
-    nothing = gl.zeros_like(x)
+    zeros = gl.zeros_like(x)
     return _lane_maxima(
-        gl.fma(x, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(shift, 1) + nothing),
+        gl.fma(x, gl.expand_dims(scale, 1) + zeros, gl.expand_dims(shift, 1) + zeros),
     )
 
 
@@ -276,12 +374,23 @@ def _finish(
 ):
     """Store the scores of the documents of a tile with the queries of a group of warps.
 
-    ``best``: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
+    Args:
+        best: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
+        first_document: first document of the tile.
+        weights: scales of the query rows in shared memory, -1 for masked ones.
+        scores_ptr: scores ``[Nq, Nd]``; written.
+        first_query: first query of the group.
+        Nq, Nd: numbers of queries and documents.
+        divisor: divisor of the scores, if MEAN.
+        SLOT: rows of a query in the tile.
+        GROUP: documents of the tile.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        MEAN: whether scores are divided.
     """
     COLUMNS: gl.constexpr = best.shape[2]
     document_best = _document_maxima(best, GROUP)
     weight = gl.expand_dims(weights.load(gl.SliceLayout(0, document_best.type.layout)), 0)
-    # A NaN next to the queries' tokens is one of its document.
+    # Negative maxima have half the unit of positive ones. NaN of a document remains NaN.
     value = (document_best + gl.minimum(document_best, 0.0)) * UNIT * weight
     if HAS_QMASK:
         value = gl.where(weight == -1.0, 0.0, value)
@@ -315,8 +424,17 @@ def _score(
 ):
     """Run one group of four warps: products and maxima of its queries with its documents.
 
-    ``ROLE``: number of the group. It has share ``ROLE % SHARES`` of the queries, and part ``ROLE //
-    SHARES`` of the documents.
+    Args:
+        shared: buffers, barriers, tensors and numbers of :func:`shared_hopper_kernel`, in the order
+            in which they are unpacked below.
+        PARTS: number of parts of the documents.
+        STAGES: number of stages of the ring.
+        SLOT: rows of a query in the tile.
+        GROUP: documents of a tile.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        MEAN: whether scores are divided.
+        ROLE: number of the group. It has share ``ROLE % SHARES`` of the queries, and part
+            ``ROLE // SHARES`` of the documents.
     """
     (
         queries,
@@ -402,21 +520,37 @@ def shared_hopper_kernel(
 ):
     """Compute the scores of short queries with padded int8 documents.
 
-    Grid: ``[query tiles, splits]``; a program has ``BLOCK_Q`` rows of queries and every
-    ``splits``-th group of ``GROUP`` documents. Four groups of warps multiply, each with one of
-    ``4 / PARTS`` shares of the queries and one of ``PARTS`` parts of the documents.
+    Warps have different roles. One warp loads tiles of documents, and one their scales. Four groups
+    of four warps multiply. Each group has one of ``4 / PARTS`` shares of the queries and one of
+    ``PARTS`` parts of the documents. Grid: ``[query tiles, splits]``. A program has BLOCK_Q rows of
+    queries and every ``splits``-th group of GROUP documents.
 
     Args:
-        queries_ptr: int8 token vectors ``[Nq * length_q, D]``.
-        documents_src: descriptor of int8 token vectors ``[Nd, length_d, D]``.
-        query_factors_ptr: scales ``[Nq * length_q]`` of the queries.
-        document_factors_ptr: scales ``[Nd * length_d]`` of the documents.
+        queries_ptr: int8 query rows ``[Nq * length_q, D]``.
+        documents_src: TMA descriptor of int8 document rows ``[Nd, length_d, D]``.
+        query_mask_ptr, document_mask_ptr: masks of the rows.
+        query_factors_ptr: scales ``[Nq * length_q]`` of the query rows.
+        document_factors_ptr: scales ``[Nd * length_d]`` of the document rows.
         scores_ptr: scores ``[Nq, Nd]``; written.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: their lengths.
+        divisor: divisor of the scores, if MEAN.
         one: the number 1, which the compiler must not know.
+        D: dimension of the rows, at most ``DIM``.
+        BLOCK_Q: query rows of a program.
+        SLOT: rows of a query in the tile.
+        PARTS: number of parts of the documents.
+        STAGES: number of stages of the ring.
+        GROUP: documents of a tile.
+        REGISTERS: registers of a thread that multiplies.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
+        MEAN: whether scores are divided.
     """
     SHARES: gl.constexpr = 4 // PARTS
     COLUMNS: gl.constexpr = BLOCK_Q // SHARES
-    # A slot of the ring is always the same part's, whose waits know two phases.
+    # Each stage of the ring then belongs to one part, since a barrier has only two phases.
     gl.static_assert(STAGES % (RUN * PARTS) == 0)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128,
@@ -438,6 +572,7 @@ def shared_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=SHARES)
+    # All groups of warps read the queries and their scales from shared memory.
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_rows))
     k = gl.expand_dims(gl.arange(0, DIM, layout=gl.SliceLayout(0, by_rows)), 0)
@@ -458,7 +593,7 @@ def shared_hopper_kernel(
     fence_async_shared()
     _barrier()
     groups = gl.cdiv(gl.cdiv(Nd, GROUP) - gl.program_id(1), gl.num_programs(1))
-    # Whole runs of each part: tiles past the last document's are zeros, and not stored.
+    # Each part has whole runs. Tiles after the last document are zeros, and are not stored.
     tiles_of_part = gl.cdiv(groups, PARTS) * gl.cdiv(length_d, ROWS // GROUP)
     steps = gl.cdiv(tiles_of_part, RUN) * RUN * PARTS
     shared = (

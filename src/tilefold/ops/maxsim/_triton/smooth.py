@@ -60,14 +60,22 @@ def _weights(
     weight 0.
 
     Args:
+        queries_ptr, documents_ptr: query rows ``[Tq, D]`` and document rows ``[Td, D]``.
+        query_factors_ptr, document_factors_ptr: factors of the rows, if HAS_SCALE.
+        document_mask_ptr: mask ``[Td]``, if HAS_DMASK.
         row0: first query row of the tile.
         rows: number of query rows from ``row0`` on.
         row: query rows of the tile.
         inside_q: rows that exist and are not masked.
-        doc_row0: first document row of the tile; ``doc_rows``, ``doc_row`` and ``inside_d`` are as
-            for queries.
+        doc_row0, doc_rows, doc_row, inside_d: the same of document rows, which may be masked.
         smooth_max: smooth maxima ``[BLOCK_Q]``.
         grad: gradients of the scores ``[BLOCK_Q]``.
+        inverse_temperature: ``1 / temperature``.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product.
+        HAS_DMASK: whether documents have a mask.
+        HAS_SCALE: whether rows have factors.
+        PRECISION: precision of products of fp32.
     """
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     if HAS_SCALE:
@@ -133,18 +141,47 @@ def smooth_dqueries_kernel(
     HAS_LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradient of a tile of query rows from smooth maxima.
+    """Compute the gradients of query rows from the softmax weights of their similarities.
 
-    Grid: ``[ceil(Tq / BLOCK_Q), ceil(D / BLOCK_D)]`` for all pairs, otherwise
+    ``dqueries[r] = factor * sum over pairs and document tokens t of dscore * softmax[r, t] *
+    documents[t]``. Grid: ``[ceil(Tq / BLOCK_Q), ceil(D / BLOCK_D)]`` for all pairs, otherwise
     ``[Nq, ceil(D / BLOCK_D)]``.
 
     Args:
+        dscores_ptr: gradient of the scores, with ``stride_q`` and ``stride_d``.
         saved_ptr: smooth maxima.
-        order_ptr: order of listed pairs by query.
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_ptr: document rows ``[Td, D]``.
+        query_factors_ptr, document_factors_ptr: factors of the rows, if HAS_SCALE.
+        largest_ptr: the largest gradient of a score, if HAS_LARGEST.
+        document_mask_ptr: mask ``[Td]``, if HAS_DMASK.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        row_query_ptr: query of each row, for all pairs, unless UNIFORM_Q.
+        order_ptr: listed pairs in the order of their queries.
         first_ptr: offsets ``[Nq + 1]`` of the pairs of each query in this order.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]``.
         dquery_ptr: gradient ``[Tq, D]``; written.
-
-    The other arguments are as in :func:`~tilefold.ops.maxsim._triton.backward.dqueries_kernel`.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        group: documents of a query, for grouped pairs.
+        longest: length of a row of ``saved``, for listed pairs.
+        stride_q, stride_d: strides of the scores' gradient over queries, and over documents or
+            pairs.
+        inverse_temperature: ``1 / temperature``.
+        factor: 1, or with the mean over query tokens 1 by their number.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product of
+            similarities.
+        BLOCK_D: columns of a tile of the gradient.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_DMASK: whether documents have a mask.
+        HAS_SCALE: whether rows have factors.
+        HAS_LARGEST: whether gradients are divided by the largest one.
+        PRECISION: precision of products of fp32.
     """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -190,7 +227,7 @@ def smooth_dqueries_kernel(
             for t0 in range(0, end - start, BLOCK_T):
                 doc_row = start + t0 + tl.arange(0, BLOCK_T)
                 inside_d = doc_row < end
-                share = _weights(
+                weights = _weights(
                     queries_ptr,
                     documents_ptr,
                     query_factors_ptr,
@@ -221,13 +258,13 @@ def smooth_dqueries_kernel(
                         tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0
                     )
                 x = load_rows(documents_ptr, doc_row, unmasked, k, D)
-                if HAS_SCALE:  # of unmasked tokens only: masked ones may hold NaN
+                if HAS_SCALE:  # factors of masked tokens may be NaN, and are not read
                     power, mantissa = split_scale(
                         tl.load(document_factors_ptr + doc_row, mask=unmasked, other=0.0),
                     )
-                    share *= mantissa[None, :]
+                    weights *= mantissa[None, :]
                     x = times_power(x, power)
-                acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
+                acc = tl.dot(weights.to(x.dtype), x, acc, input_precision=PRECISION)
         store_rows(dquery_ptr, row, inside, k, acc * unit * factor, D)
 
 
@@ -276,17 +313,47 @@ def smooth_ddocuments_kernel(
     HAS_LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradient of the tiles of one document from smooth maxima.
+    """Compute the gradients of document rows from the softmax weights of their similarities.
 
-    Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document.
+    ``ddocuments[t] = factor * sum over pairs and query tokens r of dscore * softmax[r, t] *
+    queries[r]``. Grid: ``[Nd, tiles, ceil(D / BLOCK_D)]``; programs share the tiles of a document.
 
     Args:
+        dscores_ptr: gradient of the scores, with ``stride_q`` and ``stride_d``.
         saved_ptr: smooth maxima.
-        order_ptr: order of listed pairs by document.
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_ptr: document rows ``[Td, D]``.
+        query_factors_ptr, document_factors_ptr: factors of the rows, if HAS_SCALE.
+        largest_ptr: the largest gradient of a score, if HAS_LARGEST.
+        query_mask_ptr, document_mask_ptr: masks ``[Tq]`` and ``[Td]``.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
+        row_query_ptr: query of each row, for all pairs, unless UNIFORM_Q.
+        order_ptr: listed pairs in the order of their documents.
         first_ptr: offsets ``[Nd + 1]`` of the pairs of each document in this order.
+        pairs_ptr: query and document of each listed pair, ``[P, 2]``.
         ddoc_ptr: gradient ``[Td, D]``; written.
-
-    The other arguments are as in :func:`~tilefold.ops.maxsim._triton.backward.ddocuments_kernel`.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        group: documents of a query, for grouped pairs.
+        longest: length of a row of ``saved``, for listed pairs.
+        tiles: programs that share a document.
+        stride_q, stride_d: strides of the scores' gradient over queries, and over documents or
+            pairs.
+        inverse_temperature: ``1 / temperature``.
+        factor: 1, or with the mean over query tokens 1 by their number.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product of
+            similarities.
+        BLOCK_D: columns of a tile of the gradient.
+        PAIRING: which pairs have a score: ``ALL``, ``GROUPED`` or ``INDEX`` (listed).
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        HAS_SCALE: whether rows have factors.
+        HAS_LARGEST: whether gradients are divided by the largest one.
+        PRECISION: precision of products of fp32.
     """
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -326,7 +393,7 @@ def smooth_ddocuments_kernel(
                     owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
                     offs += owner.to(tl.int64) * stride_q
                 grad = tl.load(dscores_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
-                share = _weights(
+                weights = _weights(
                     queries_ptr,
                     documents_ptr,
                     query_factors_ptr,
@@ -356,7 +423,7 @@ def smooth_ddocuments_kernel(
                     power, mantissa = split_scale(
                         tl.load(query_factors_ptr + row, mask=unmasked_q, other=0.0),
                     )
-                    share *= mantissa[:, None]
+                    weights *= mantissa[:, None]
                     x = times_power(x, power)
-                acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
+                acc = tl.dot(tl.trans(weights).to(x.dtype), x, acc, input_precision=PRECISION)
         store_rows(ddoc_ptr, doc_row, inside_d, k, acc * unit * factor, D)

@@ -22,20 +22,24 @@ TINY = tl.constexpr(2.0**-100)
 
 @triton.jit
 def int8_rows(x):
-    """Round rows ``[R, K]`` to int8, with the results of ``quantize_kernel``.
+    """Round rows to int8, with the results of ``quantize_kernel``.
 
     A row is divided by its scale without a division: the inverse and two steps of Newton give the
-    rounded quotient. The residuals of both are exact once a row with a tiny scale is enlarged.
+    rounded quotient. The residuals of both steps are exact, because rows with a tiny scale are
+    enlarged.
+
+    Args:
+        x: rows ``[R, K]``.
 
     Returns:
-        The rows, and their scales ``[R]``. That of a row with an infinite element is NaN.
+        The rows, and their scales ``[R]``. The scale of a row with an infinite element is NaN.
     """
     x = x.to(tl.float32)
     scale = tl.div_rn(tl.reduce(tl.abs(x), 1, nan_max), 127.0)
     enlarged = tl.where(scale < TINY, 2.0**100, 1.0)
     x *= enlarged[:, None]
     divisor = tl.where(scale > 0.0, scale * enlarged, 1.0)
-    if _INTERPRETED:  # its multiply-add rounds twice
+    if _INTERPRETED:  # the interpreter's multiply-add rounds twice
         y = tl.div_rn(x, divisor[:, None] + tl.zeros(x.shape, tl.float32))
     else:
         inverse = tl.div_rn(1.0, divisor)[:, None] + tl.zeros(x.shape, tl.float32)
@@ -51,9 +55,11 @@ def int8_rows(x):
 
 @triton.jit
 def prefetch(ptr, size):
-    """Load ``size`` bytes into L2, for compute capability 9.0.
+    """Load a range of global memory into L2, for compute capability 9.0.
 
-    ``size``: a multiple of 16. Nothing is loaded if it is not positive.
+    Args:
+        ptr: where it begins.
+        size: number of bytes, a multiple of 16. Nothing is loaded if it is not positive.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, "
@@ -98,17 +104,35 @@ def stream_kernel(
     INTEGER: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Compute the scores of all queries with a share of the documents.
+    """Compute the scores of all queries with a share of the documents, for few query tokens.
 
-    All queries together have ``Tq <= BLOCK_Q`` tokens. Grid: ``[splits]``; a program has every
-    ``splits``-th document.
+    All queries together have ``Tq <= BLOCK_Q`` tokens, which are the columns of products. The
+    maximum is kept for each position of a tile, and reduced over the positions once per document. A
+    program has every ``splits``-th document. Grid: ``[splits]``.
 
     Args:
-        queries_ptr: token vectors ``[Tq, D]``.
-        documents_src: token vectors ``[Td, D]``, a pointer or a tensor descriptor.
-        documents_ptr: the same vectors, for the prefetch.
-        document_factors_ptr: scales ``[Td]`` of the documents, if ``HAS_SCALE``.
+        queries_ptr: query rows ``[Tq, D]``.
+        documents_src: document rows ``[Td, D]``, a pointer or a TMA descriptor.
+        documents_ptr: the same rows, for the prefetch.
+        query_mask_ptr, document_mask_ptr: masks ``[Tq]`` and ``[Td]``.
+        document_factors_ptr: scales ``[Td]`` of the document rows, if HAS_SCALE.
+        cu_queries_ptr: offsets ``[Nq + 1]`` of the queries, unless UNIFORM_Q.
+        cu_documents_ptr: offsets ``[Nd + 1]`` of the documents, unless UNIFORM_D.
         scores_ptr: scores ``[Nq, Nd]``; written.
+        Tq, Td: numbers of query and document rows.
+        Nq, Nd: numbers of queries and documents.
+        length_q, length_d: length of all queries, and of all documents, if UNIFORM_Q or UNIFORM_D.
+        D: dimension of the rows.
+        BLOCK_Q, BLOCK_T, BLOCK_K: query rows, document rows and columns of a product.
+        UNIFORM_Q: whether all queries have the same length.
+        UNIFORM_D: whether all documents have the same length, see :func:`bounds`.
+        HAS_QMASK, HAS_DMASK: whether queries and documents have masks.
+        MASK_ZERO: whether masked document tokens count with a similarity of 0; otherwise they are
+            left out.
+        HAS_SCALE: whether document rows have scales.
+        USE_TMA: whether ``documents_src`` is a TMA descriptor.
+        PRECISION: precision of products of fp32.
+        INTEGER: whether rows are int8. The queries are rounded here.
         PREFETCH: rows of the first document that are loaded into L2 at once.
     """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
@@ -157,7 +181,7 @@ def stream_kernel(
             length_d,
             UNIFORM_D,
         )
-        if HAS_SCALE:  # of the next tile, loaded early so that nothing waits for it
+        if HAS_SCALE:  # scales are loaded one tile ahead, to hide their latency
             next_t = next_t0 + column
             is_token = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
             next_scale = tl.load(
