@@ -14,7 +14,7 @@ import triton.language as tl
 def _tile_address(BLOCK: tl.constexpr):
     """Declare ``BLOCK`` words of shared memory, and return their address.
 
-    ``BLOCK`` is written out, since the text of the instruction must be constant.
+    The text of an instruction must be constant, so that the number is written out in it.
     """
     tl.static_assert(BLOCK == 8192)
     return tl.inline_asm_elementwise(
@@ -29,7 +29,12 @@ def _tile_address(BLOCK: tl.constexpr):
 
 @triton.jit
 def _set(address, value):
-    """Write words of shared memory."""
+    """Write words of shared memory.
+
+    Args:
+        address: address of each word.
+        value: the words.
+    """
     tl.inline_asm_elementwise(
         "st.shared.b32 [$1], $2; mov.u32 $0, 0;",
         "=r,r,r",
@@ -42,7 +47,13 @@ def _set(address, value):
 
 @triton.jit
 def _add(address, value, product):
-    """Add values to words of shared memory where products are positive."""
+    """Add values to words of shared memory, where a product is positive.
+
+    Args:
+        address: address of each word.
+        value: what is added.
+        product: the products that decide.
+    """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.f32 p, $3, 0f00000000; @p red.shared.add.u32 [$1], $2; mov.u32 "
         "$0, 0; }",
@@ -56,7 +67,11 @@ def _add(address, value, product):
 
 @triton.jit
 def _get(address):
-    """Read words of shared memory."""
+    """Read words of shared memory.
+
+    Args:
+        address: address of each word.
+    """
     return tl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];",
         "=r,r",
@@ -71,8 +86,12 @@ def _get(address):
 def _bytes(pointers, inside):
     """Load bytes, 0 where ``inside`` is false.
 
-    Triton's load would exchange them between threads through as much shared memory as the sums
-    take.
+    Triton's own load would exchange the bytes between threads, through as much shared memory as the
+    sums take.
+
+    Args:
+        pointers: pointer to each byte.
+        inside: which bytes are read.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.u32 $0, 0; @p ld.global.u8 $0, [$1]; }",
@@ -86,11 +105,19 @@ def _bytes(pointers, inside):
 
 @triton.jit
 def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
-    """Bound the scores of a query from above by a power of two.
+    """Return a power of two that is an upper bound of the scores of a query.
+
+    Args:
+        terms_ptr: terms of the query, ``[T]``.
+        weights_ptr: their weights, ``[T]``.
+        largest_ptr: largest weight of each term in the documents, ``[V]``.
+        T: number of terms.
+        V: size of the vocabulary.
+        BLOCK_T: terms that are read at a time.
 
     Returns:
-        The exponent field (of fp32) of the smallest power of two that is larger than any score, and
-        the number of terms up to the last one with a positive weight.
+        The fp32 exponent field of the smallest power of two that is larger than any score, and the
+        number of terms up to the last one with a positive weight.
     """
     bound = tl.zeros((BLOCK_T,), tl.float32)
     length = tl.zeros((BLOCK_T,), tl.int32)
@@ -118,13 +145,14 @@ def pack_terms_kernel(
     Grid: ``[Nq]``.
 
     Args:
-        queries_ptr: ``[Nq, V]`` weights of all terms.
-        term_order_ptr: ``[V]`` terms.
-        terms_ptr: ``[Nq, V]`` terms with a positive weight; only the first entries of a row are
+        queries_ptr: weights of all terms, ``[Nq, V]``.
+        term_order_ptr: all terms ``[V]``, in the order in which they are written.
+        terms_ptr: terms with a positive weight, ``[Nq, V]``; only the first entries of a row are
             written.
-        weights_ptr: ``[Nq, V]`` weights of these terms.
-        lengths_ptr: ``[Nq]`` number of entries that were written; -1 if a weight of the query is
-            negative, infinite or NaN.
+        weights_ptr: weights of these terms, ``[Nq, V]``; written.
+        lengths_ptr: number of entries of a row that were written, ``[Nq]``; -1 if a weight of the
+            query is negative, infinite or NaN.
+        V: size of the vocabulary.
         PACKED_CHUNK: entries of ``term_order`` that are read at a time.
     """
     query = tl.program_id(0).to(tl.int64)
@@ -177,20 +205,34 @@ def block_scores_kernel(
 ):
     """Compute the scores of one block of documents for one query.
 
-    Products are rounded to integers, which are added. Grid: ``[blocks * Nq]``.
+    Products of weights are rounded to integers, and the integers are added, which gives the same
+    sum in any order. The sums of the block are in shared memory, or in global memory in the
+    interpreter. Grid: ``[blocks * Nq]``.
 
     Args:
-        terms_ptr: ``[Nq, T]`` terms of the queries.
-        weights_ptr: ``[Nq, T]`` their weights.
-        lengths_ptr: ``[Nq]`` number of entries of a row that are read; all without ``HAS_LENGTHS``.
-        offsets_ptr: see ``BlockedPostings``; as ``local_documents``, ``postings`` (the weights) and
-            ``largest``.
-        allowed_ptr: ``[N]``, nonzero for documents that may be returned, if ``HAS_ALLOWED``.
-        score_ptr: ``[Nq, N]`` bits of the scores; written.
-        group_ptr: ``[Nq, groups]`` highest score of each ``GROUP`` documents; written.
-        high_ptr: ``[Nq, groups / GROUP]`` highest score of each ``GROUP`` groups; written.
+        terms_ptr: terms of the queries, ``[Nq, T]``.
+        weights_ptr: their weights, ``[Nq, T]``.
+        lengths_ptr: number of entries of a row that are read, ``[Nq]``, if HAS_LENGTHS; otherwise
+            all are read.
+        offsets_ptr, local_documents_ptr, postings_ptr, largest_ptr: tensors of ``BlockedPostings``:
+            offsets of the terms of each block, documents within the block, weights, and the largest
+            weight of each term.
+        allowed_ptr: ``[N]``, nonzero for documents that may be returned, if HAS_ALLOWED.
+        score_ptr: bits of the scores, ``[Nq, N]``; written.
+        group_ptr: highest score of each GROUP documents, ``[Nq, groups]``; written.
+        high_ptr: highest score of each GROUP groups, ``[Nq, groups / GROUP]``; written.
+        T: length of a row of terms.
+        V: size of the vocabulary.
+        N: number of documents.
+        Nq: number of queries.
+        blocks: number of blocks.
+        BLOCK: documents of a block.
+        GROUP: documents of a group.
+        BLOCK_T: terms whose weights are read at a time for the bound of the scores.
         TERMS: terms whose postings are added at a time.
         POSTINGS: postings of each of these terms that are added at a time.
+        HAS_LENGTHS: whether rows of terms have different lengths.
+        HAS_ALLOWED: whether some documents may not be returned.
         SHARED: whether the sums are in shared memory; otherwise they are in ``score``.
     """
     block = tl.program_id(0) // Nq
@@ -199,12 +241,14 @@ def block_scores_kernel(
     weights_ptr += query * T
     if HAS_LENGTHS:
         T = tl.load(lengths_ptr + query)
+    # Step 1: the factor by which products are multiplied before they are rounded.
     exponent, length = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
     # The exponent field of fp32 exceeds the exponent by 127. Scores are below 2^(exponent - 127),
     # and multiplied by the factor they are below 2^31, so its field is 31 + 127 + 127 - exponent.
     # The limits keep the factor and its inverse normal numbers.
     factor_exponent = tl.minimum(tl.maximum(285 - exponent, 1), 253)
     factor = (factor_exponent << 23).to(tl.float32, bitcast=True)
+    # Step 2: clear the sums.
     index = tl.arange(0, BLOCK)
     document = block * BLOCK + index
     inside = document < N
@@ -215,6 +259,7 @@ def block_scores_kernel(
     else:
         tl.store(score_ptr + document, tl.zeros((BLOCK,), tl.int32), mask=inside)
     tl.debug_barrier()
+    # Step 3: add the postings of all terms.
     offsets_ptr += block.to(tl.int64) * V
     first = tl.load(offsets_ptr)  # first posting of the block, which has fewer than 2^31
     local_documents_ptr += first
@@ -250,6 +295,7 @@ def block_scores_kernel(
                     sem="relaxed",
                 )
     tl.debug_barrier()
+    # Step 4: convert the sums back to scores, and store them and the highest of each group.
     if SHARED:
         total = _get(base + 4 * index)
     else:
@@ -280,15 +326,15 @@ def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
     """Load entries of a row, or of some groups of a row.
 
     Args:
-        ptr: ``[n]`` bits of scores.
-        member_ptr: ``[count]`` numbers of the groups; not read if ``GROUP`` is 0.
+        ptr: bits of scores, ``[n]``.
+        member_ptr: the groups, ``[count]``; not read if GROUP is 0.
         i: numbers of the entries, counted over these groups.
-        count: number of these groups, or of entries if ``GROUP`` is 0.
+        count: number of these groups, or of entries if GROUP is 0.
         n: number of entries of the row.
         GROUP: entries of a group, or 0 for the row itself.
 
     Returns:
-        The bits, 0 past the end, and the positions in the row.
+        The bits, 0 after the end, and the positions in the row.
     """
     if GROUP == 0:
         position = i
@@ -322,20 +368,20 @@ def _select_best(
 ):
     """List the positions of the ``k`` highest positive values, in rising order.
 
-    Up to ``max_listed`` may be listed, if that takes fewer steps. Among equal values the first are
-    listed. A bisection finds a bound that ``k`` values reach.
+    A bisection finds a bound that ``k`` values reach. Up to ``max_listed`` values may be listed, so
+    that it needs fewer steps. Among equal values the first are listed.
 
     Args:
-        ptr: ``[n]`` bits of scores, or of maxima of groups.
-        member_ptr: ``[count]`` groups to search; not read if ``GROUP`` is 0.
-        out_ptr: ``[max_listed]`` listed positions.
-        values_ptr: ``[max_listed]`` their values, or ``None``.
-        count: number of groups to search, or of values if ``GROUP`` is 0.
+        ptr: bits of scores, or of maxima of groups, ``[n]``.
+        member_ptr: groups to search, ``[count]``; not read if GROUP is 0.
+        out_ptr: listed positions, ``[max_listed]``; written.
+        values_ptr: their values, ``[max_listed]``, or ``None``; written.
+        count: number of groups to search, or of values if GROUP is 0.
         n: number of values.
         k: number of values to list.
         max_listed: largest number of values to list.
-        bound: bits that ``k`` values reach, if ``GROUP`` is not 0.
-        highest: bits of the highest value, if ``GROUP`` is not 0.
+        bound: bits that ``k`` values reach, if GROUP is not 0.
+        highest: bits of the highest value, if GROUP is not 0.
         GROUP: values of a group, or 0 to search all values.
         CHUNK: values that are in registers at a time.
         FITS: whether all values fit in one chunk.
@@ -378,6 +424,7 @@ def _select_best(
             for i0 in range(CHUNK, size, CHUNK):
                 chunk_values, _positions = _values(ptr, member_ptr, i0 + entry, count, n, GROUP)
                 ties -= tl.sum((chunk_values > bound).to(tl.int32))
+    # List the selected positions, chunk by chunk.
     listed = 0
     for i0 in range(0, 1 if FITS else size, CHUNK):
         if not FITS:
@@ -420,19 +467,28 @@ def best_kernel(
 ):
     """Select the ``k`` documents with the highest positive scores of one query, best first.
 
-    They are in the ``k`` groups of documents whose highest scores are the highest, the first groups
-    among equal ones. The same holds for groups in groups of groups. So three searches suffice: for
-    groups of groups, for groups, and for documents. Each may list up to ``max_listed``, with fewer
-    steps. At last the listed documents are sorted. Grid: ``[Nq]``.
+    The best documents are in the ``k`` groups of documents with the highest maxima, the first
+    groups among equal ones. The same holds for groups in groups of groups. So three searches
+    suffice: for groups of groups, for groups in these, and for documents in those. At last the
+    listed documents are sorted. Grid: ``[Nq]``.
 
     Args:
-        score_ptr: bits of the scores, from ``block_scores_kernel``; as ``group`` and ``high``.
-        member_ptr: ``[Nq, 3, max_listed]`` scratch for the three lists.
-        listed_ptr: ``[Nq, max_listed]`` scratch for the values of the last list.
-        documents_ptr: ``[Nq, k]`` documents, -1 after the last one; written.
-        values_ptr: ``[Nq, k]`` bits of their scores, 0 after the last one; written.
-        HIGH_CHUNK: ``CHUNK`` of the search for groups of groups.
-        HIGH_FITS: ``FITS`` of that search.
+        score_ptr: bits of the scores, ``[Nq, N]``.
+        group_ptr: highest score of each GROUP documents, ``[Nq, groups]``.
+        high_ptr: highest score of each GROUP groups, ``[Nq, groups / GROUP]``.
+        member_ptr: scratch for the three lists, ``[Nq, 3, max_listed]``.
+        listed_ptr: scratch for the values of the last list, ``[Nq, max_listed]``.
+        documents_ptr: documents ``[Nq, k]``, -1 after the last one; written.
+        values_ptr: bits of their scores, ``[Nq, k]``, 0 after the last one; written.
+        N: number of documents.
+        blocks: number of blocks of documents.
+        k: number of documents to return.
+        max_listed: largest number of documents or groups to list.
+        BLOCK: documents of a block.
+        GROUP: documents of a group.
+        HIGH_CHUNK, HIGH_FITS: CHUNK and FITS of the search for groups of groups.
+        CHUNK: values that a search reads at a time.
+        FITS: whether all values of a search fit in one chunk.
     """
     query = tl.program_id(0).to(tl.int64)
     groups = blocks * (BLOCK // GROUP)
@@ -487,6 +543,7 @@ def best_kernel(
         FITS,
     )
     tl.debug_barrier()
+    # The rank of a document is the number of better ones.
     for i0 in range(0, tl.maximum(k, count), RANK_BLOCK):
         i = i0 + tl.arange(0, RANK_BLOCK)
         value = tl.load(listed_ptr + i, mask=i < count, other=0)
@@ -494,9 +551,8 @@ def best_kernel(
         for j0 in range(0, count, RANK_BLOCK):
             j = j0 + tl.arange(0, RANK_BLOCK)
             other_value = tl.load(listed_ptr + j, mask=j < count, other=-1)
-            is_better = (other_value[None, :] == value[:, None]) & (
-                j[None, :] < i[:, None]
-            )  # equal ones that were listed
+            # Among equal scores, the document that was listed first is better.
+            is_better = (other_value[None, :] == value[:, None]) & (j[None, :] < i[:, None])
             is_better |= other_value[None, :] > value[:, None]
             rank += tl.where(i < count, tl.sum(is_better.to(tl.int32), axis=1), 0)
         document = tl.load(member_ptr + 2 * max_listed + i, mask=i < count, other=-1)

@@ -25,9 +25,18 @@ LOWEST = tl.constexpr(-(2**63))
 
 @triton.jit
 def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
-    """Return first token and length of sequence b, and whether the offsets of the batch are valid.
+    """Return the first token and the length of a sequence, and whether all offsets are valid.
 
-    The length is 0 if they are not.
+    The length is 0 if the offsets are not valid.
+
+    Args:
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
+        b: the sequence.
+        B: number of sequences.
+        S: length of padded sequences.
+        T: number of tokens.
+        PACKED: whether the batch is packed.
+        SCAN: offsets that are read at a time.
     """
     if PACKED:
         offsets_valid = (tl.load(cu_ptr) == 0) & (tl.load(cu_ptr + B) == T)
@@ -40,7 +49,7 @@ def span_of(cu_ptr, b, B, S, T, PACKED: tl.constexpr, SCAN: tl.constexpr):
         length = tl.load(cu_ptr + b + 1).to(tl.int64) - start
         return start, tl.where(offsets_valid, length, 0).to(tl.int32), offsets_valid
     else:
-        # There is no launch for S = 0, so loops over tokens need no guard, whose predicate spilled.
+        # S = 0 is never launched. The assumption saves a guard of the loops over tokens.
         tl.assume(S > 0)
         return b * S, S, S > 0
 
@@ -58,7 +67,19 @@ def load_tokens(
     IGNORED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """Load a block of tokens.
+    """Load a block of tokens of a sequence.
+
+    Args:
+        weights_ptr: weights of all tokens.
+        ids_ptr: ids of all tokens.
+        mask_ptr: mask of all tokens, if HAS_MASK.
+        start: first token of the sequence.
+        s: positions in the sequence.
+        length: length of the sequence.
+        V: size of the vocabulary.
+        IGNORE: ids of tokens that do not count.
+        IGNORED: number of these ids.
+        HAS_MASK: whether there is a mask.
 
     Returns:
         Weights (fp32), ids, which tokens are valid, and which of these have an id in the
@@ -77,9 +98,14 @@ def load_tokens(
 
 @triton.jit
 def order_key(weight, s):
-    """Return int64 keys in the order of (weight, then the lowest token).
+    """Return int64 keys whose maximum is the token with the largest weight.
 
-    NaN comes first, and both zeros are equal.
+    Among equal weights the token with the lowest position has the largest key. NaN is larger than
+    all numbers, and both zeros are equal.
+
+    Args:
+        weight: weights of the tokens.
+        s: their positions.
     """
     weight = tl.where(weight == 0.0, 0.0, weight)
     bits = weight.to(tl.int32, bitcast=True)
@@ -90,18 +116,21 @@ def order_key(weight, s):
 
 @triton.jit
 def exponent_above(bits):
-    """Return the smallest e with ``x < 2^e``, from the bits of a finite fp32 ``x >= 0``.
+    """Return the smallest e with ``x < 2^e``, at least -126.
 
-    It is -126 for still smaller numbers.
+    Args:
+        bits: bits of a finite fp32 number ``x >= 0``.
     """
     return (bits >> 23) - 126
 
 
 @triton.jit
 def scale_of(count, largest):
-    """Return the e for which the sum of ``count`` terms is less than ``2^(62 - e)``.
+    """Return the e for which a sum is less than ``2^(62 - e)``.
 
-    No term is larger than the number with the bits ``largest``.
+    Args:
+        count: number of terms.
+        largest: bits of a number that no term exceeds.
     """
     count_bits = count.to(tl.float32).to(tl.int32, bitcast=True)
     return 62 - exponent_above(count_bits) - exponent_above(largest)
@@ -109,21 +138,23 @@ def scale_of(count, largest):
 
 @triton.jit
 def power_of_two(e):
-    """``2^e`` in fp64, for -1022 <= e <= 1023."""
+    """Return ``2^e`` in fp64, for -1022 <= e <= 1023."""
     return ((e + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def kind_of(x):
-    """1 for NaN, 2 for infinity, 4 for minus infinity, 0 for numbers."""
+    """Return 1 for NaN, 2 for infinity, 4 for minus infinity, and 0 for other numbers."""
     return tl.where(x != x, 1, tl.where(x == float("inf"), 2, tl.where(x == float("-inf"), 4, 0)))
 
 
 @triton.jit
 def sum_of_kinds(kinds, total):
-    """Return the sum of terms of several kinds.
+    """Return the sum of terms of which some may be infinite or NaN.
 
-    ``kinds`` are all kinds that occur, and ``total`` is the sum of the numbers among the terms.
+    Args:
+        kinds: all :func:`kind_of` of the terms, combined by "or".
+        total: sum of the other terms.
     """
     infinite = tl.where(kinds == 2, float("inf"), tl.where(kinds == 4, float("-inf"), float("nan")))
     return tl.where(kinds == 0, total, infinite)
@@ -131,7 +162,7 @@ def sum_of_kinds(kinds, total):
 
 @triton.jit
 def as_table(ptr):
-    """Return memory of numbers as memory of integers of the same size, which hold positions."""
+    """Return a pointer to numbers as one to integers of the same size, which can hold positions."""
     if ptr.dtype.element_ty.primitive_bitwidth == 16:
         ptr = ptr.to(tl.pointer_type(tl.uint16))
     elif ptr.dtype.element_ty.primitive_bitwidth == 32:
@@ -166,7 +197,11 @@ def scatter_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute the scores of sequence b, ``b = program_id(0)``.
+    """Compute the scores of a sequence: the largest weight, or the sum of the weights, of each id.
+
+    All tokens with the same id share a slot, the one of the token whose write to the table came
+    last. Integer atomics reduce the tokens there, which gives the same result in any order.
+    Instance b handles sequence b.
 
     Args:
         weights_ptr: weights ``[B, S]`` or ``[T]``.
@@ -183,6 +218,15 @@ def scatter_kernel(
         S: length of padded sequences.
         T: number of tokens.
         V: number of columns.
+        SUM: whether weights are summed; otherwise the largest is taken.
+        ACTIVATION: activation of the weights.
+        IGNORE: ids of tokens that do not count.
+        IGNORED: number of these ids.
+        HAS_MASK: whether there is a mask.
+        PACKED: whether the batch is packed.
+        WITH_COUNTED: whether a backward pass follows.
+        BLOCK: tokens that are read at a time.
+        SCAN: offsets that are read at a time.
     """
     b = tl.program_id(0).to(tl.int64)
     start, length, offsets_valid = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
@@ -191,7 +235,7 @@ def scatter_kernel(
     largest_ptr = kind_ptr + T  # 2 * T may exceed 32 bits
     row = b * V
 
-    # 1. every token proposes its slot for its id, and clears the slot
+    # Step 1: every token writes its position to the table, at its id, and clears its slot.
     is_broken = tl.zeros((BLOCK,), tl.int32) + (offsets_valid == 0).to(tl.int32)
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
@@ -218,7 +262,7 @@ def scatter_kernel(
     is_broken = tl.max(is_broken)
     tl.debug_barrier()
 
-    # 2. tokens are reduced at the slots by integer atomics, in any order
+    # Step 2: tokens are reduced at the slots by integer atomics, in any order.
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, token_id, valid, in_vocabulary = load_tokens(
@@ -240,7 +284,7 @@ def scatter_kernel(
         if SUM:
             value = activate(weight, ACTIVATION)
             kind = kind_of(value)
-            # the bits of numbers that are not negative have the numbers' order
+            # Bits of numbers that are not negative are in the order of the numbers.
             magnitude = tl.where(kind == 0, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
             tl.atomic_max(
                 largest_ptr + start + slot_position,
@@ -263,7 +307,7 @@ def scatter_kernel(
             )
     tl.debug_barrier()
     if SUM:
-        # terms of one sum are added up in units of 2^-scale, in which length * largest < 2^62
+        # The terms of a sum are added in units of 2^-scale, so that length * largest < 2^62 units.
         for s0 in range(0, length, BLOCK):
             s = s0 + tl.arange(0, BLOCK)
             weight, token_id, valid, in_vocabulary = load_tokens(
@@ -293,7 +337,7 @@ def scatter_kernel(
             )
         tl.debug_barrier()
 
-    # 3. one token of each id writes its score
+    # Step 3: one token of each id writes its score.
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         weight, token_id, valid, in_vocabulary = load_tokens(
@@ -335,7 +379,7 @@ def scatter_kernel(
         if WITH_COUNTED:
             tl.store(counted_ptr + start + s, counted.to(tl.uint8), mask=s < length)
 
-    if is_broken != 0:  # no plausible number for invalid ids or offsets
+    if is_broken != 0:  # invalid ids or offsets must not yield plausible scores
         tl.debug_barrier()
         for v0 in range(0, V, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
@@ -361,17 +405,28 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute ``dweights[b, s] = dscores[b, id] * act'(weight)`` for tokens that counted, else 0.
+    """Compute the gradients of the weights from those of the scores.
 
-    Instance ``(b, j)`` handles every ``num_programs(1)``-th block of the tokens of sequence b.
+    A token that counted gets ``dscores[b, id] * act'(weight)``.
+
+    Tokens that did not count get 0. Instance ``(b, j)`` handles every ``num_programs(1)``-th block
+    of the tokens of sequence b.
 
     Args:
         dscores_ptr: gradient of the scores ``[B, V]``, with strides ``stride_db`` and
             ``stride_dv``.
+        weights_ptr: weights ``[B, S]`` or ``[T]``.
+        ids_ptr: ids, in the same shape.
         counted_ptr: uint8, which tokens have a gradient.
+        cu_ptr: offsets ``[B + 1]``, if PACKED.
         dweights_ptr: gradient in the shape of the weights; written.
-
-    The other arguments are as in :func:`scatter_kernel`.
+        B: number of sequences.
+        S: length of padded sequences.
+        T: number of tokens.
+        ACTIVATION: activation of the weights.
+        PACKED: whether the batch is packed.
+        BLOCK: tokens that are read at a time.
+        SCAN: offsets that are read at a time.
     """
     b = tl.program_id(0).to(tl.int64)
     start, length, offsets_valid = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
@@ -388,6 +443,7 @@ def gather_kernel(
         )
         grad = tl.where(counted, gradient_from_logit(grad, weight, ACTIVATION), 0.0)
         tl.store(dweights_ptr + start + s, grad.to(dweights_ptr.dtype.element_ty), mask=inside)
+    # Invalid offsets must not yield plausible gradients.
     if PACKED:  # noqa: SIM102
         if (offsets_valid == 0) & (b == 0) & (tl.program_id(1) == 0):
             for t0 in range(0, T, BLOCK):
