@@ -123,8 +123,14 @@ def _evaluation_queries(
 ) -> tuple[list[str], set[str]]:
     """Choose evaluation queries at random; return their ids and those of relevant documents.
 
-    Relevant documents fill at most half of `n_documents`, so that documents of training pairs find
+    Relevant documents fill at most half of `n_documents`, so that documents of training pairs have
     space in the corpus too.
+
+    Args:
+        judged: grades of documents, by query.
+        n_documents: size of the corpus.
+        n_queries: the largest number of queries.
+        generator: source of random numbers.
     """
     query_ids: list[str] = []
     document_ids: set[str] = set()
@@ -142,7 +148,13 @@ def _restricted(
     query_ids: list[str],
     document_ids: set[str],
 ) -> Judgements:
-    """Return the judgements of some queries about some documents, without empty queries."""
+    """Return the judgements of some queries about some documents, without empty queries.
+
+    Args:
+        qrels: grades of documents, by query.
+        query_ids: queries to keep.
+        document_ids: documents to keep.
+    """
     restricted: Judgements = {}
     for query in query_ids:
         grades = {

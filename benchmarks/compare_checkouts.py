@@ -256,6 +256,13 @@ def time_in_turns(
 ) -> tuple[list[float], list[float]]:
     """Time one phase of an implementation in both checkouts, which alternate in going first.
 
+    Args:
+        sides: the processes of both checkouts, before and after the change.
+        impl: name of the implementation.
+        phase: ``"forward"`` or ``"forward_backward"``.
+        rounds: number of rounds.
+        seconds: time of a measurement.
+
     Returns:
         The median milliseconds of each round, before and after.
     """

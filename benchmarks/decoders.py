@@ -336,6 +336,11 @@ def _padded_results(trunk: Any, side: str, device: torch.device) -> Results:
 def _packed_results(trunk: Any, side: str, device: torch.device) -> Results:
     """Run the texts of the gate without padding through a decoder without its head.
 
+    Args:
+        trunk: the decoder.
+        side: whose texts are run, see :func:`_gate_texts`.
+        device: its device.
+
     Raises:
         RuntimeError: if the decoder cannot be packed.
     """

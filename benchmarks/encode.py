@@ -306,7 +306,13 @@ def _time_floors(
     prepared: PreparedBatches,
     texts: list[str],
 ) -> Iterator[dict[str, object]]:
-    """Time the parts of encoding one by one, and yield their rows."""
+    """Time the parts of encoding one by one, and yield their rows.
+
+    Args:
+        clock: measures the times.
+        prepared: the model with batches of texts that are tokenised already.
+        texts: all texts.
+    """
     yield clock.time(
         "the Rust tokenizer alone",
         lambda: prepared.run_tokenizer(texts),

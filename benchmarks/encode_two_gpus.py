@@ -216,6 +216,12 @@ def time_encoding(model: Any, texts: Mapping[str, str], folder: Path, group: obj
 def busy_shares(model: Any, texts: Mapping[str, str], folder: Path, device: Any) -> list[float]:
     """Encode texts with all ranks, and return the share of the time that each GPU is busy.
 
+    Args:
+        model: an accelerated model.
+        texts: texts by id.
+        folder: folder for the vectors.
+        device: the device of this rank.
+
     Returns:
         A share for each rank, or an empty list on a CPU.
     """

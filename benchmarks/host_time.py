@@ -397,7 +397,13 @@ def _empty_function() -> Call:
 
 
 def _maxsim(case: MaxSimCase, training: bool, dtype: torch.dtype = torch.bfloat16) -> Call:
-    """Prepare a call of ``maxsim``."""
+    """Prepare a call of ``maxsim``.
+
+    Args:
+        case: shapes of the tensors, and options.
+        training: whether queries and documents require gradients.
+        dtype: their dtype.
+    """
     options = dict(case.options or {})
     if case.query_mask is not None:
         options["query_mask"] = torch.ones(case.query_mask, dtype=torch.bool, device=DEVICE)

@@ -256,7 +256,13 @@ async def measure(
     files: Files,
     queries: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Serve the index, and return a row for each phase."""
+    """Serve the index, search it during each phase, and return a row for each.
+
+    Args:
+        options: the options of the command line.
+        files: paths of the index, of the key and of the server's log.
+        queries: texts of the searches.
+    """
     command = ["-m", "tilefold.cli", "serve", "--model", options.model, "--port", "0"]
     command += ["--index", str(files.index), "--admin-key-file", str(files.key)]
     if options.device is not None:
@@ -438,7 +444,14 @@ def served_generation(port: int) -> str:
 
 
 def send(port: int, method: str, path: str, body: Any = None) -> Any:
-    """Send a request with the admin key, and return the JSON of the answer."""
+    """Send a request with the admin key, and return the JSON of the answer.
+
+    Args:
+        port: port of the server.
+        method: HTTP method.
+        path: path of the endpoint.
+        body: what is sent as JSON; ``None`` sends nothing.
+    """
     connection = http.client.HTTPConnection(HOST, port, timeout=LONGEST_REQUEST_SECONDS)
     headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"}
     try:
@@ -455,17 +468,21 @@ async def search_while(
     seconds: float,
     change: Callable[[], None] | None,
 ) -> tuple[Measured, float | None]:
-    """Search at a constant rate for some seconds, and until a change is visible.
+    """Search at a constant rate for some seconds, and until a change of the index is visible.
 
     Args:
         port: port of the server.
-        bodies: the requests, which are sent in turn.
+        bodies: the requests, which are sent one after another, and again from the first one.
         rate: searches per second.
         seconds: the least time.
-        change: function that changes the index; ``None`` for a phase at rest.
+        change: function that changes the index, and returns once the change is visible; ``None``
+            for a phase without a change.
 
     Returns:
         The answers, and the seconds after which the change was visible.
+
+    Raises:
+        RuntimeError: if the change is not visible after ``LONGEST_CHANGE_SECONDS`` more.
     """
     loop = asyncio.get_running_loop()
     measured = Measured()

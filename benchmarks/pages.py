@@ -265,7 +265,16 @@ def prepare_pages(
 
 
 def check_vectors(model: Any, contents: dict[str, Any], output: Path) -> None:
-    """Compare the stored vectors of a few pages with those of sentence-transformers."""
+    """Compare the stored vectors of a few pages with those of sentence-transformers.
+
+    Args:
+        model: an accelerated model.
+        contents: pages by id.
+        output: folder for the vectors.
+
+    Raises:
+        RuntimeError: if the vectors differ.
+    """
     images = [page.image() for page in contents.values()]
     expected = torch.cat(model.encode_document(images, batch_size=len(images))).float().cpu()
     encode_tokens(model, contents, output, batch_size=len(images))

@@ -317,13 +317,16 @@ def _bulk(
     truth: Truth,
     device: torch.device,
 ) -> Iterator[Row]:
-    """Time all queries at once, and yield the rows of tilefold's ways and of the stock model.
+    """Time the encoding of all queries at once, and yield a row for each way.
+
+    The ways of tilefold are a tensor, sparse rows and Parquet files. The stock model follows, with
+    two batch sizes.
 
     Args:
         case: the case.
         model: an accelerated SparseEncoder, which is restored at the end.
         queries: the queries.
-        truth: the rows of the first of them.
+        truth: the vectors of the first queries.
         device: the device.
     """
     from tilefold.integrations.sentence_transformers import encode_sparse, restore

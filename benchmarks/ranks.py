@@ -88,7 +88,14 @@ def print_table(
     rows: Sequence[RankRow],
     device: torch.device,
 ) -> None:
-    """Print a Markdown table with its provenance, on rank 0 only."""
+    """Print a Markdown table with its provenance, on rank 0 only.
+
+    Args:
+        title: title of the table.
+        first_column: header of the first column.
+        rows: the measurements.
+        device: device of this rank.
+    """
     if dist.get_rank() != 0:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

@@ -324,8 +324,9 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def plan(options: argparse.Namespace, scores: dict[str, str], bases: dict[str, str]) -> list[Job]:
-    """Return all jobs: first a start for each distinct untrained model, then the trainings.
+    """Return all jobs: first the evaluation of each untrained model, then the trainings.
 
+    Jobs of kind ``start`` evaluate an untrained model, once for all trainings that begin with it.
     The trainings with most negatives are first, since they take longest.
 
     Args:

@@ -179,6 +179,11 @@ def seismic_rows(
 def build_and_save(engine: str, documents: SparseVectors, folder: Path) -> dict[str, float]:
     """Build an index and save it.
 
+    Args:
+        engine: name of the engine.
+        documents: vectors of the documents.
+        folder: folder for the index, which is replaced.
+
     Returns:
         Cells: seconds of both by the wall clock and of the CPU, MiB on disk, and for Seismic the
         number of postings that it chose.
@@ -283,12 +288,16 @@ def time_queries(
 
 
 def load_engine(engine: str, folder: Path, queries: SparseVectors) -> Callable[..., Hits]:
-    """Load an engine, and return a function of the position of a query, and of options.
+    """Load an engine, and return a function that searches with one of the queries.
 
     Args:
         engine: the name of the engine.
         folder: its files.
         queries: the queries.
+
+    Returns:
+        A function of the position of a query and, for engines of tilefold, of options of the
+        search.
     """
     if engine in BASELINES:
         search_baseline = BASELINES[engine](folder)
@@ -311,10 +320,10 @@ def load_engine(engine: str, folder: Path, queries: SparseVectors) -> Callable[.
 
 
 def row(engine: str, measured: Measured, truth: AllHits) -> dict[str, object]:
-    """Return the cells of an engine: percentiles of its latency, recall, and the gate.
+    """Return the cells of an engine: percentiles of its latency, recall, and whether it is exact.
 
     Args:
-        engine: the name of the engine. Seismic is approximate, and has no gate.
+        engine: the name of the engine. Seismic is approximate, and is not checked.
         measured: its measurements.
         truth: the hits of the exact index.
     """
@@ -340,7 +349,12 @@ def row(engine: str, measured: Measured, truth: AllHits) -> dict[str, object]:
 
 
 def check_exact(expected: AllHits, actual: AllHits, recall_at_10: float) -> str:
-    """Check an exact search: it must have all best documents, with their scores.
+    """Check that an exact search returned all best documents, with their scores.
+
+    Args:
+        expected: hits of the exact index, for each query.
+        actual: hits of the engine.
+        recall_at_10: recall of the expected hits.
 
     Returns:
         ``"ok"``, or the difference.

@@ -333,6 +333,11 @@ def measure_four_bits(
     """Time a late-interaction index in memory, in 8 and in 4 bits.
 
     The column ``share`` of 4 bits is the size relative to 8 bits.
+
+    Args:
+        case: the case, with the goal of the times.
+        n_documents: size of the index.
+        device: the device.
     """
     int8_methods = _late_methods("int8", n_documents, device)
     int4_methods = _late_methods("int4", n_documents, device, case.numbers["goal"])
@@ -353,6 +358,11 @@ def measure_streamed(
 
     The GPU is not allowed to hold any document. The column ``share`` is the rate of reading,
     relative to the copies.
+
+    Args:
+        case: the case, with the goal of the times.
+        n_documents: size of the index.
+        device: the device.
     """
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
@@ -754,9 +764,15 @@ def measure_text_search(
     n_documents: int,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Time the way from texts to hits: encoding and search in turn, or at the same time.
+    """Time the whole path from texts to hits, in several ways.
 
-    The column ``share`` is the part of the time in which the GPU is busy.
+    The ways are: encoding and search one after the other, and both at the same time. The column
+    ``share`` is the part of the time in which the GPU is busy.
+
+    Args:
+        case: the case, with the goal of the times.
+        n_documents: size of the index.
+        device: the device.
     """
     search = _TextSearch(n_documents, device)
     gate = search.check()

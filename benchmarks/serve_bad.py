@@ -113,6 +113,12 @@ def _count(seen: Seen, name: str, code: int, codes: set[int]) -> None:
     """Count an answer as expected or as lost.
 
     429 is always expected, since there may be too many connections.
+
+    Args:
+        seen: the counts, which change.
+        name: name of the kind of request.
+        code: status of the answer.
+        codes: expected statuses.
     """
     is_expected = code in codes or code == 429
     seen[f"{name}: as expected" if is_expected else f"LOST: {name} got {code}"] += 1
@@ -182,9 +188,14 @@ async def unread(port: int, until: float, seen: Seen, wait: float = UNREAD_SECON
 
 
 async def _answers_are_kept(port: int, data: bytes, wait: float) -> bool:
-    """Send requests, read nothing for some seconds, and return whether all answers are there.
+    """Send requests, read nothing for some seconds, and return whether all answers arrive then.
 
-    A connection that stays open without an end counts as kept too.
+    A connection that stays open without an end counts as well.
+
+    Args:
+        port: port of the server.
+        data: the requests.
+        wait: seconds without reading.
     """
     loop = asyncio.get_running_loop()
     received = b""
@@ -194,7 +205,7 @@ async def _answers_are_kept(port: int, data: bytes, wait: float) -> bool:
         try:
             await loop.sock_connect(connection, (HOST, port))
             await loop.sock_sendall(connection, data)
-            # on a busy machine the first answer may take long
+            # On a busy machine the first answer may take long.
             await _wait_until_readable(connection)
             await asyncio.sleep(wait)
             while True:
@@ -202,7 +213,7 @@ async def _answers_are_kept(port: int, data: bytes, wait: float) -> bool:
                 if not part:
                     break
                 received += part
-        # before OSError, of which it is a subclass from Python 3.11 on
+        # This comes before OSError, its base class from Python 3.11 on.
         except asyncio.TimeoutError:
             return True
         except OSError:

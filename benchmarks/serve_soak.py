@@ -129,7 +129,12 @@ def summed(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 async def alone(port: int, texts: Sequence[str]) -> list[Vector]:
-    """Return the vector of each text, encoded in a request of its own."""
+    """Encode each text in a request that contains no other text, and return the vectors.
+
+    Args:
+        port: port of the server.
+        texts: the texts.
+    """
     reader, writer = await asyncio.open_connection(HOST, port)
     vectors = []
     for text in texts:
@@ -225,7 +230,15 @@ def resident_bytes(process: int) -> int:
 
 
 async def watch(process: int, start: float, until: float, seen: Seen, watched: Watched) -> None:
-    """Record memory and counts every two seconds, until the end and once after it."""
+    """Record memory and counts every two seconds, until the end and once after it.
+
+    Args:
+        process: id of the server's process.
+        start: when the test began, by the monotonic clock.
+        until: when it ends.
+        seen: counts of the answers.
+        watched: receives the rows.
+    """
     while True:
         now = time.monotonic()
         watched.rows.append((now - start, resident_bytes(process), seen.copy()))

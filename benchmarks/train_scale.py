@@ -500,7 +500,7 @@ class Clock:
             self._end_profile()
 
     def _end_group(self) -> None:
-        """Note the end of a group of steps, on a GPU by an event."""
+        """Record when a group of steps ends: by an event on a GPU, else by the clock of the CPU."""
         import torch
 
         if not self.on_gpu:

@@ -146,8 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 
 
 def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
-    """Save a random ModernBERT with MiniLM's word vectors, and its tokenizer; returns its
-    configuration.
+    """Save a random ModernBERT and its tokenizer, and return its configuration.
+
+    Its word vectors are those of MiniLM.
     """
     tokenizer = AutoTokenizer.from_pretrained(minilm_path())
     tokenizer.model_max_length = setting.length

@@ -362,7 +362,14 @@ def print_case(
     case: BenchCase,
     rows: Sequence[BenchRow],
 ) -> None:
-    """Print the table of one case, and the note of each row that has one."""
+    """Print the table of one case, and the note of each row that has one.
+
+    Args:
+        console: where it is printed.
+        spec: the benchmark.
+        case: the case.
+        rows: rows of the case; without any, nothing is printed.
+    """
     if not rows:
         return
     console.print(case_table(spec, case, rows))

@@ -197,15 +197,16 @@ def chosen_implementations(
     options: RunOptions,
     case: str = "",
 ) -> list[Implementation]:
-    """Return the implementations to run, in the order of the spec.
+    """Return the implementations of a benchmark that run, in the order of its list.
 
     Args:
         spec: the benchmark.
-        options: ``impls`` names the implementations, and ``device`` has defaults.
-        case: name of the case, if ``impls`` has names by case. A case that it lacks runs nothing.
+        options: ``impls`` names the implementations. By default those run that are on by default
+            for the type of ``device``.
+        case: name of the case, if ``impls`` maps cases to names. A case that it lacks runs nothing.
 
     Raises:
-        ValueError: for a name that the spec does not have.
+        ValueError: for a name that the benchmark does not have.
     """
     if options.impls is None:
         return [
@@ -333,7 +334,14 @@ def _check_and_measure_memory(
 
 
 def _lack_of_memory(spec: BenchSpec, case: BenchCase, impl: str, device: torch.device) -> str:
-    """Return why the memory of a device cannot suffice for an implementation, or ``""``."""
+    """Return why the memory of a device cannot suffice for an implementation, or ``""``.
+
+    Args:
+        spec: the benchmark.
+        case: the case.
+        impl: name of the implementation.
+        device: the device.
+    """
     min_bytes = spec.min_bytes(case, impl)
     free_bytes = timing.free_memory_bytes(device)
     if free_bytes is None or min_bytes <= _MEMORY_SHARE * free_bytes:
