@@ -68,10 +68,14 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _in_rank_order(own_first: Tensor) -> list[Tensor]:
-    """Return views of the ranks' parts of a tensor, in the order of the ranks.
+    """Reorder a stacked tensor from "this rank first" to the order of the ranks.
 
     Args:
-        own_first: tensor ``[ranks, ...]`` whose first part is this rank's.
+        own_first: tensor ``[ranks, ...]``. Its first part is this rank's, the next one is that of
+            the next rank, and after the last rank comes rank 0.
+
+    Returns:
+        Views of the parts, in the order of the ranks.
     """
     size = len(own_first)
     return [own_first[(rank - dist.get_rank()) % size] for rank in range(size)]

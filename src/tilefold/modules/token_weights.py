@@ -154,6 +154,8 @@ class TokenWeights(PoolingModule):
     ) -> Tensor:
         """Compute a weight for each token, and scatter the weights to scores of the vocabulary.
 
+        The score of a term is the largest weight of its tokens.
+
         Args:
             features: hidden states in ``token_embeddings``, and ``input_ids``, padded or packed.
                 ``token_weights`` is added.
@@ -165,7 +167,7 @@ class TokenWeights(PoolingModule):
         """
         weights = self.weights(features)
         features["token_weights"] = weights
-        # The operator ignores few ids itself. Many are left out of the selected tokens instead.
+        # The operator can ignore a few ids. If there are more, their tokens are not selected.
         ignore_in_operator = len(self.ignore_ids) <= _MAX_OPERATOR_IGNORE_IDS
         selection = fused.select_tokens(
             features,

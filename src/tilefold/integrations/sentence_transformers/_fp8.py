@@ -138,7 +138,9 @@ def use_fp8(model: Model) -> None:
 
 
 def stop_fp8(model: Model) -> None:
-    """Undo :func:`use_fp8`; a model that does not multiply in fp8 does not change.
+    """Undo :func:`use_fp8`: all layers multiply in their own dtype again.
+
+    A model that does not multiply in fp8 does not change.
 
     Args:
         model: the model.

@@ -268,13 +268,17 @@ class FusedForward(Replacement):
         self.is_last = is_last
 
     def __call__(self, features: Features) -> Features:
-        """Compute the scores ``sentence_embedding``, ``[B, V]``.
+        """Compute the scores ``sentence_embedding``, ``[B, V]``, in place of a stock pooling.
 
-        The hidden states ``token_embeddings``, ``[B, S, D]`` or packed ``[1, T, D]``, are removed
-        if the pooling reads an LM head: nothing after it expects them in place of logits.
+        If the pooling reads an LM head, the hidden states ``token_embeddings`` (``[B, S, D]`` or
+        packed ``[1, T, D]``) are removed. Modules after the pooling expect logits there, which are
+        not computed.
 
         Args:
             features: the output of the Transformer.
+
+        Returns:
+            The same features with the scores.
         """
         operands = None
         out_dtype = None
@@ -309,10 +313,16 @@ class FusedForward(Replacement):
     ) -> Tensor:
         """Compute scores with a head whose rows are divided among ranks.
 
+        The tokens of all ranks are gathered, each rank computes the columns of its rows of the
+        head, and gets the rows of its own texts back.
+
         Args:
             features: the output of the Transformer for packed texts. The hidden states are removed.
             head: the LM head, whose weight is a DTensor.
             vocabulary: the ranks.
+
+        Returns:
+            Scores of this rank's texts.
 
         Raises:
             RuntimeError: if texts are padded.

@@ -285,7 +285,7 @@ class TrainerAcceleration:
         self._undo.callback(_stop_collator, trainer.data_collator)
 
     def _prepare_graphs(self) -> None:
-        """Let all columns of a batch go through CUDA graphs, together if they can.
+        """Let the columns of each batch run as CUDA graphs, all in one graph if they can be joined.
 
         Raises:
             ValueError: if the caller asked for graphs that are not possible.

@@ -270,8 +270,8 @@ class Operator(Generic[TensorsT, OptionsT]):
     def compute(self, call: Pass, inputs: Values) -> Results:
         """Run a forward or a backward pass, on the GPU of its first input and outside autocast.
 
-        A program whose launches are all bound runs at once. Otherwise the kernels run, which may
-        have to be planned and compiled. If they cannot run, the tiled path does.
+        A program whose launches are all bound runs at once. Otherwise the kernels may first have to
+        be planned and compiled. If they cannot run, the tiled path does.
 
         Args:
             call: the pass.
@@ -282,7 +282,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             Results of a forward pass, or gradients.
         """
         first: Tensor = inputs[0]
-        # Building the string device.type takes as long as the rest of this function.
+        # `device.type` builds a string, which takes as long as the rest of this function.
         device_type = "cuda" if first.is_cuda else first.device.type
         is_on_other_gpu = first.is_cuda and first.get_device() != current_gpu()
         if is_on_other_gpu or torch.is_autocast_enabled(device_type):
@@ -298,11 +298,16 @@ class Operator(Generic[TensorsT, OptionsT]):
         return self._run_tiled(call, inputs)
 
     def _run_kernels(self, device: torch.device, call: Pass, inputs: Values) -> Results | None:
-        """Run the kernels, and return their results, or ``None`` if the tiled path has to run.
+        """Run the kernels of a pass; return ``None`` if the tiled path has to run instead.
 
         If a kernel cannot be built, the failure is recorded with a warning, and the pass is planned
-        again without it. If no kernel can replace it, the tiled path runs from then on. With
-        ``impl="triton"`` the error is raised instead.
+        again without this kernel. If no kernel can replace it, the tiled path runs from then on.
+        With ``impl="triton"`` the error is raised instead.
+
+        Args:
+            device: the GPU.
+            call: the pass.
+            inputs: the arguments of :meth:`compute`.
         """
         if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
             self.check_values(self.tensors(*inputs), call.options)
@@ -538,7 +543,13 @@ class Operator(Generic[TensorsT, OptionsT]):
         options: OptionsT,
         training: bool,
     ) -> dict[str, Buffer | None]:
-        """Return the shape and the dtype of each result of a forward pass, by name."""
+        """Return the shape and the dtype of each result of a forward pass, by name.
+
+        Args:
+            tensors: tensors of the call.
+            options: checked options.
+            training: whether a backward pass may follow.
+        """
         buffers = self.outputs(tensors, options, training)
         return dict(zip(self.results, buffers, strict=True))
 
@@ -789,7 +800,13 @@ class Operator(Generic[TensorsT, OptionsT]):
         ]
 
     def _setup_context(self, ctx: Any, inputs: Values, output: Any) -> None:
-        """Save what the registered operator's backward reads."""
+        """Save what the backward pass of the registered operator reads.
+
+        Args:
+            ctx: the context of autograd.
+            inputs: arguments of the forward pass.
+            output: its results.
+        """
         tensors, ctx.options, ctx.training, ctx.impl = self._forward_call(inputs)
         results = calls.as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])

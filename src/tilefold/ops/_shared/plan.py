@@ -283,7 +283,7 @@ class PlanBuilder:
         self._skipped_results.add(name)
 
     def replace_tensor(self, name: str, by: str) -> None:
-        """Let later steps use another tensor in place of the one of this name.
+        """Let all later steps read and write one tensor where they name another.
 
         Args:
             name: name of the tensor that is replaced.

@@ -31,13 +31,13 @@ def max_over_tokens(values: Tensor) -> Tensor:
 
 
 def max_and_winners(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the maximum over the tokens of each sequence, and a token that has it.
+    """Compute the maximum over the tokens of each sequence, and the position of a token with it.
 
     Args:
         values: ``[n, L, C]``: sequences, tokens, columns.
 
     Returns:
-        ``[n, C]`` maxima, NaN if a token has NaN, and ``[n, C]`` int64 positions of winners.
+        ``[n, C]`` maxima, NaN if a token has NaN, and ``[n, C]`` int64 positions.
     """
     if values.size(1) <= BLOCK_TOKENS:
         maxima, winners = values.max(dim=1)

@@ -53,5 +53,11 @@ def outputs(
     options: EntmaxOptions,
     training: bool,
 ) -> tuple[Buffer, Buffer]:
-    """Describe the results: probabilities like ``x``, and the support size of each row."""
+    """Describe the results: probabilities like ``x``, and the support size of each row.
+
+    Args:
+        tensors: tensors of the call.
+        options: not used.
+        training: not used.
+    """
     return Buffer(tensors.x.shape, tensors.x.dtype), Buffer((tensors.x.size(0),), torch.int32)

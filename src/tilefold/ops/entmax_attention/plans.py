@@ -406,7 +406,13 @@ def _max_key_tiles(
     options: AttentionOptions,
     key_tiles: _Tiling,
 ) -> int:
-    """Return the largest number of tiles of keys of one sequence."""
+    """Return the largest number of tiles of keys of one sequence.
+
+    Args:
+        tensors: layouts of the tensors.
+        options: checked options.
+        key_tiles: the tiles of keys of the batch.
+    """
     if tensors.packed:
         return cdiv(options.max_seqlen_k, key_tiles.rows)
     return key_tiles.n_tiles // tensors.batch

@@ -141,6 +141,13 @@ def _check_shapes(
     """Raise ``ValueError`` if shapes are inconsistent, or if D or V is 0.
 
     Masks and offsets of a wrong type raise ``TypeError``.
+
+    Args:
+        hidden: token states ``[B, S, D]``, or packed ``[T, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]``, or ``None``.
+        attention_mask: ``[B, S]``, or ``None``.
+        cu_seqlens: offsets ``[B + 1]`` of packed tokens, or ``None``.
     """
     check_shape("hidden", hidden, "B S D" if cu_seqlens is None else "T D")
     check_shape("weight", weight, "V D", D=hidden.size(-1))

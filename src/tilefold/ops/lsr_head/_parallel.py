@@ -339,9 +339,14 @@ def _local(value: Any) -> Any:
 
 
 def _no_columns(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return scores ``[B, 0]`` that depend on all arguments.
+    """Return scores ``[B, 0]`` that depend on all arguments, for a rank without columns.
 
-    A rank without columns takes part in the sum of the gradients over the ranks.
+    The gradients of this rank are zeros, which the sum over the ranks needs.
+
+    Args:
+        tokens: the token states.
+        weight: ``[0, D]``.
+        bias: ``[0]``, or ``None``.
     """
     hidden = tokens.hidden
     sum_of_tokens = hidden.sum(dim=tuple(range(hidden.dim() - 1))).to(weight.dtype)

@@ -158,6 +158,11 @@ def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple
     A winner is the position of the token whose logit determines a score. Winners are ``[B, V]``, or
     ``[B, 1]`` for a pooling that selects one token per sequence. They have no elements if backward
     does not read them.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether a backward pass may follow.
     """
     tokens = tensors.tokens
     vocab = tensors.weight.size(0)

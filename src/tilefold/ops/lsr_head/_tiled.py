@@ -186,7 +186,7 @@ def _max_forward(
 
 
 def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) -> Tensor:
-    """Convert positions among valid tokens to positions in the padded sequence.
+    """Convert positions of winners among valid tokens to positions in the padded sequence.
 
     Args:
         winners: ``[B, V]`` positions of the winners among the valid tokens of their sequences.
@@ -217,8 +217,17 @@ def _max_backward(
 ) -> Gradients:
     """Compute the gradients of max pooling as weighted sums of gathered rows.
 
-    Row ``v`` of ``dweight`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over the sequences b. A row
-    of ``dhidden`` sums ``g[b, v] * weight[v]`` over the scores that it won.
+    With the gradients ``g`` of the logits, row ``v`` of ``dweight`` sums
+    ``g[b, v] * hidden[b, winner[b, v]]`` over the sequences b. A row of ``dhidden`` sums
+    ``g[b, v] * weight[v]`` over the scores that it won. Columns are processed in slabs, to bound
+    the memory.
+
+    Args:
+        dscores: gradient of the scores, ``[B, V]``.
+        saved: what the forward pass saved.
+        options: the checked options.
+        needs: which gradients are needed.
+        main_grad: buffer to which the gradient of the weight is added, or ``None``.
     """
     tokens = saved.tokens
     hidden = saved.hidden
@@ -249,7 +258,7 @@ def _max_backward(
         )
         if dbias is not None:
             dbias[slab] = grad.sum(dim=1)
-        # Entries are sorted by vocabulary column, then by sequence.
+        # Entries, the scores with a gradient, are sorted by column, then by sequence.
         entry_v, entry_b = grad.nonzero(as_tuple=True)
         entry_grad = grad[entry_v, entry_b] * options.logit_scale
         entry_row = winner_rows[entry_v, entry_b]

@@ -599,7 +599,11 @@ def _pack_rows(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
 def _pack_padded_rows(builder: HeadPlanBuilder) -> None:
     """Add the kernel that copies the valid tokens of padded sequences to ``rows``.
 
-    Every program instance reads a small mask itself. A kernel counts a large one before.
+    If the mask is small, each program instance counts all of its tokens itself, which is cheaper
+    than a launch. For a large mask, another kernel counts them first.
+
+    Args:
+        builder: the recorder of the plan.
     """
     tokens = builder.tokens
     has_mask = tokens.attention_mask is not None
@@ -840,7 +844,13 @@ def _add_sum_backward_by_slabs(builder: HeadPlanBuilder, needs: Needs, config: C
 
 
 def _slab_width(config: Constants, n_rows: int, vocab: int) -> int:
-    """Return how many vocabulary columns are processed at a time, to bound the memory."""
+    """Return how many vocabulary columns are processed at a time, to bound the memory.
+
+    Args:
+        config: configuration of the kernels.
+        n_rows: number of rows of hidden.
+        vocab: number of columns.
+    """
     block_v: int = config["BLOCK_V"]
     bounded_width: int = config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v
     # Products in 16 bits need rows that begin at multiples of 16 bytes, hence of 8 columns.

@@ -104,9 +104,13 @@ def check_arguments(
 
 
 def operator_takes_mean(tensors: MaxSimTensors) -> bool:
-    """Return whether the operator itself divides by the number of query tokens.
+    """Return whether the operator itself divides scores by the number of query tokens.
 
-    It does if all queries have the same number. Otherwise the public function divides the sums.
+    This is the case if all queries have the same number of tokens. Otherwise the public function
+    divides the sums.
+
+    Args:
+        tensors: tensors of the call.
     """
     return (
         tensors.query_mask is None and tensors.cu_queries is None and tensors.document_scale is None

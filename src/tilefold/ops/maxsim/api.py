@@ -305,9 +305,10 @@ def _first_size(tensor: Tensor) -> int:
 
 
 def _grouped_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` highest of scores ``[Nq, Nd]``, and their documents.
+    """Return the ``k`` highest scores of each query, and their documents.
 
-    If there are many documents, only some candidates are compared, which is faster.
+    If there are many documents, the best groups of documents are selected first, so that only the
+    documents in these are compared.
 
     Args:
         scores: ``[Nq, Nd]``.

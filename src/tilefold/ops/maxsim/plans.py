@@ -613,7 +613,14 @@ def xtr_forward(
     training: bool,
     setting: Setting,
 ) -> None:
-    """Return no plan: torch operations compute XTR scores. Only the dtype is checked."""
+    """Return no plan: torch operations compute XTR scores. Only the dtype is checked.
+
+    Args:
+        tensors: layouts of the tensors.
+        options: not used.
+        training: not used.
+        setting: facts about the device.
+    """
     check_interpreter_dtypes(setting, tensors.queries.dtype)
 
 
@@ -627,7 +634,15 @@ def xtr_backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of XTR scores: those of MaxSim, for the winners that were retrieved."""
+    """Plan the gradients of XTR scores: those of MaxSim, for the winners that were retrieved.
+
+    Args:
+        dscores: layout of the gradient of the scores.
+        saved: layouts of what the forward pass saved.
+        options: checked options.
+        needs: whether the gradients of queries and documents are needed.
+        setting: facts about the device.
+    """
     plan = backward(
         dscores / saved.divisor,
         saved.maxsim_saved,

@@ -136,6 +136,12 @@ def _check_arguments(
 ) -> Checked:
     """Check everything that can be checked without reading a value of a tensor.
 
+    Args:
+        tensors: tensors of the call.
+        top_k: number of document tokens that each query token retrieves.
+        impute: whether missing similarities are imputed.
+        normalize: whether rows are normalised.
+
     Returns:
         The options of the operator and, under autocast, the function that casts queries and
         documents.
@@ -236,7 +242,14 @@ def _backward(
     options: XtrOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of queries and documents: those of MaxSim for retrieved winners."""
+    """Compute the gradients of queries and documents: those of MaxSim for retrieved winners.
+
+    Args:
+        dscores: gradient of the scores.
+        saved: what the forward pass saved.
+        options: checked options.
+        needs: whether the gradients of queries and documents are needed.
+    """
     return _tiled.backward(
         dscores / saved.divisor, saved.maxsim_saved, options.maxsim_options, needs
     )

@@ -77,7 +77,13 @@ def outputs(
     options: SearchOptions,
     training: bool,
 ) -> tuple[Buffer, Buffer]:
-    """Describe the results: the bits of the scores, and the documents."""
+    """Describe the results: the bits of the scores, and the documents.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: not used.
+    """
     shape = tensors.terms.size(0), options.k
     return Buffer(shape, torch.int32), Buffer(shape, torch.int64)
 
@@ -87,7 +93,13 @@ def outputs_of_dense(
     options: SearchOptions,
     training: bool,
 ) -> tuple[Buffer, Buffer, Buffer]:
-    """Describe the results: bits of the scores, documents, and terms of each query."""
+    """Describe the results: bits of the scores, documents, and the number of terms of each query.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: not used.
+    """
     n_queries = tensors.queries.size(0)
     shape = n_queries, options.k
     return Buffer(shape, torch.int32), Buffer(shape, torch.int64), Buffer((n_queries,), torch.int32)

@@ -133,8 +133,8 @@ def _add_search(
     n_blocks = -(-n_documents // BLOCK)
     n_groups = n_blocks * (BLOCK // GROUP)
     n_high_groups = n_groups // GROUP
-    # Groups that are listed at most, a multiple of GROUP. If the k best ones fit in a program, it
-    # does not list more than fit.
+    # The largest number of groups that a search lists: a multiple of GROUP above k, but no more
+    # than fit in the registers of a program if k groups fit.
     max_listed = k // GROUP * GROUP + GROUP
     if k <= CHUNK // GROUP:
         max_listed = min(max_listed, CHUNK // GROUP)

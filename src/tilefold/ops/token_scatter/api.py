@@ -198,6 +198,18 @@ def _checked(
     """Check the arguments of a call, without reading a value of a tensor.
 
     The operator's weights have the shape of ``input_ids``, so a last dimension of 1 is removed.
+
+    Args:
+        tensors: tensors of the call.
+        vocab_size: V.
+        reduce: name of the reduction.
+        activation: name of the activation.
+        ignored: ids of tokens that do not count.
+        out_dtype: dtype of the scores; ``None`` for that of the weights.
+
+    Returns:
+        The options of the operator and, if weights have a last dimension of 1, the function that
+        removes it.
     """
     weights, input_ids, attention_mask, cu_seqlens = tensors
     if out_dtype is None:
@@ -236,7 +248,7 @@ def _checked(
     check_tokens(attention_mask, cu_seqlens, batch=input_ids.size(0), length=input_ids.size(-1))
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
-    # No token can have an id that int64 does not hold.
+    # An id outside int64 occurs in no token.
     int64_ids = tuple(i for i in sorted({*ignored}) if -(1 << 63) <= i < 1 << 63)
     options = ScatterOptions(vocab_size, reduce, activation, int64_ids, out_dtype)
     return Checked(options, _squeeze_weights if has_feature_dim else None)

@@ -815,7 +815,10 @@ class EncodingGraphs(Replacement):
         return n_tokens <= room
 
     def max_pooled_tokens(self) -> int:
-        """Return the largest number of padded token vectors that a Pooling of a graph reads."""
+        """Return the largest number of padded tokens of a batch whose graph contains a Pooling.
+
+        A Pooling reads a vector for each of them, so that wide vectors permit fewer tokens.
+        """
         if self._max_pooled_tokens is None:
             widths = [
                 module.embedding_dimension

@@ -610,14 +610,14 @@ class StepGraphs:
 class ColumnGraphs:
     """Runs the columns of training batches, one by one, as CUDA graphs.
 
-    The forward pass of a column comes before the backward pass of the one before. So columns have
-    graphs with memory of their own. If as many columns as there are such graphs wait for their
-    backward passes, the next one runs without a graph.
+    The forward pass of a column comes before the backward pass of the one before. So each column
+    has graphs with memory of their own. If ``_MAX_COLUMNS`` columns wait for their backward passes,
+    the next one runs without a graph.
 
-    Columns run without graphs on a CPU, with several ranks, whose gradients DDP sends during the
-    backward pass, and after a forward pass without gradients in training mode. By such a pass,
-    losses that cache gradients compute embeddings, whose dropout the pass with gradients must
-    repeat. A graph draws other numbers than a pass without one.
+    Columns run without graphs on a CPU, and with several ranks, whose gradients DDP sends during
+    the backward pass. They also do after a forward pass without gradients in training mode: losses
+    that cache gradients compute embeddings in such a pass, and the pass with gradients must repeat
+    its dropout. A graph draws other random numbers than a pass without one.
 
     Attributes:
         transformer: the Transformer module whose batches are run.
@@ -631,11 +631,12 @@ class ColumnGraphs:
         transformer: Transformer,
         graph_factory: Callable[..., Any] = StepGraph,
     ) -> None:
-        """Prepare to capture graphs.
+        """Prepare to capture graphs; none is captured yet.
 
         Args:
             transformer: the Transformer module whose batches are run.
-            graph_factory: creates a graph, with the arguments of :class:`StepGraph`.
+            graph_factory: creates a graph, with the arguments of :class:`StepGraph`. Tests on a CPU
+                pass another class.
         """
         self.transformer = transformer
         self.graphs: list[StepGraphs] = []
@@ -658,6 +659,7 @@ class ColumnGraphs:
         """
         is_training = self.transformer.training
         has_gradients = torch.is_grad_enabled()
+        # A loss that caches gradients will run the same texts again, with the same dropout.
         if is_training and not has_gradients:
             self.repeats_dropout = True
         if self.repeats_dropout or not has_gradients or not self._is_supported(features, kwargs):

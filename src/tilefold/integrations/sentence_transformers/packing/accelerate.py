@@ -453,7 +453,7 @@ class PackedForward(Replacement):
         """
         if self.column_graphs is None or _is_traced_or_captured():
             return original_forward(self.owner, features, **kwargs)
-        # Graphs have no input for the mask, which the encoder does not read.
+        # The encoder does not read this mask, and graphs have no input for it.
         pooling_mask = features.pop(POOLING_MASK, None)
         outputs = self.column_graphs(features, **kwargs)
         if pooling_mask is not None:

@@ -565,7 +565,7 @@ class PendingBatch:
         return PendingBatch(self._thread, pinned, self._on_use)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Features:
-        """Wait for the batch and return its features on a device.
+        """Wait until the batch is collated, and return its features on a device.
 
         Errors of the collator are raised here.
 

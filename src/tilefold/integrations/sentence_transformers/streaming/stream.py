@@ -486,15 +486,16 @@ class TextStream(ABC):
         self,
         windows: Iterable[Window | None],
     ) -> Iterator[_TokenizedWindow | None]:
-        """Tokenise windows, if the model accepts packed tokens; this runs in the first thread.
+        """Tokenise windows one after another, if the model accepts packed tokens.
 
-        The Rust tokenizer releases the GIL.
+        This runs in the first thread of the pipeline. The Rust tokenizer releases the GIL.
 
         Args:
             windows: the windows; None if no window is ready yet.
 
         Yields:
-            Each window with a function that makes the features of its texts; None for None.
+            For each window, its prepared texts with a function that makes their features, or with
+            None if batches must be tokenised separately. None for None.
         """
         for window in windows:
             if window is None:
@@ -591,11 +592,16 @@ class TextStream(ABC):
         window_number: int,
         window: _TokenizedWindow,
     ) -> Iterator[TokenBatch]:
-        """Divide the texts of a window into batches of one size, and tokenise batch by batch.
+        """Divide the texts of a window into batches of one size, and tokenise each batch by itself.
+
+        This is the path of models that do not accept packed tokens.
 
         Args:
             window_number: the number of the window.
-            window: the window, which is not tokenised yet.
+            window: the window, whose texts are not tokenised yet.
+
+        Yields:
+            The batches, with texts of similar length together.
         """
         texts = window.texts
         # Texts of similar numbers of characters share a batch.
@@ -604,7 +610,7 @@ class TextStream(ABC):
         for batch_positions in batches_by_tokens(n_characters, None, max_texts):
             positions = batch_positions.tolist()
             batch_texts = [texts[position] for position in positions]
-            # The lock, because the other thread tokenises with the same tokenizer.
+            # The other thread uses the same tokenizer, hence the lock.
             with self._lock, counting_truncation() as truncation:
                 features = self._features_or_none(self._preprocess, batch_texts)
             yield TokenBatch(

@@ -220,9 +220,14 @@ class _ParameterMemory:
 
 
 def _number_memory(value: float, letter: str, size: int) -> Any:
-    """Return memory that holds a number in the type of a parameter.
+    """Return memory that holds a number in the type of a kernel's parameter.
 
     Integers take 64 bits, whose first bytes are a narrower integer.
+
+    Args:
+        value: the number.
+        letter: type of the parameter in PTX: ``"f"`` for floats.
+        size: bytes of the parameter.
     """
     if letter != "f":
         return ctypes.c_int64(int(value))

@@ -410,7 +410,13 @@ class KernelLauncher:
 
 
 def _tensor_argument(address: int | None, dtype: torch.dtype | None, tma: Tma | None) -> Any:
-    """Return a kernel's argument for a tensor: a stand-in, a TMA descriptor or ``None``."""
+    """Return a kernel's argument for a tensor: a stand-in, a TMA descriptor or ``None``.
+
+    Args:
+        address: address of the tensor; ``None`` for no tensor.
+        dtype: its dtype.
+        tma: shape of the descriptor; ``None`` for a plain pointer.
+    """
     if address is None or dtype is None:
         return None
     memory = memory_at(dtype, address)

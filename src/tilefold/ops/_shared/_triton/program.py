@@ -346,7 +346,14 @@ def _assign_buffers(
     layout: _Layout,
     device: torch.device,
 ) -> None:
-    """Let each step allocate, and fill, the buffers that the layout assigns to it."""
+    """Let each step allocate, and fill, the buffers that the layout assigns to it.
+
+    Args:
+        steps: the steps, which change.
+        plan: the plan, which says which buffers are filled.
+        layout: the layout of the memory.
+        device: the device.
+    """
     for position, (name, buffer) in enumerate(
         layout.buffers.items(),
         layout.first_buffer_position,
