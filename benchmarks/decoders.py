@@ -506,20 +506,17 @@ def _train(
         The milliseconds of the timed steps, and the loss of the first step.
     """
     from datasets import Dataset
-    from sentence_transformers.sparse_encoder import (
-        SparseEncoderTrainer,
-        SparseEncoderTrainingArguments,
-    )
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainer
     from transformers import PrinterCallback, TrainerCallback
 
     from tilefold.integrations.sentence_transformers import accelerate, restore
-    from tilefold.integrations.transformers import one_gpu
 
     ends: list[float] = []
     losses: list[Tensor] = []
 
     class Callback(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            """Record when a step ends."""
             ends.append(time.perf_counter())
 
     _free_memory(device)
@@ -532,29 +529,11 @@ def _train(
     loss.register_forward_hook(
         lambda module, inputs, output: losses.append(sum(output.values()).detach()),
     )
-    on_gpu = device.type == "cuda"
+    n_steps = FEW_STEPS if mini_batch or way in (STOCK, PADDED) else MANY_STEPS
     with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
-        arguments = one_gpu(SparseEncoderTrainingArguments)(
-            output_dir=folder,
-            max_steps=FEW_STEPS if mini_batch or way in (STOCK, PADDED) else MANY_STEPS,
-            per_device_train_batch_size=batch,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            optim="sgd" if case.numbers.get("lora") is None else "adamw_torch_fused",
-            max_grad_norm=0.0,
-            gradient_checkpointing=case.numbers.get("checkpointing", False),
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            bf16=on_gpu,
-            use_cpu=not on_gpu,
-            dataloader_pin_memory=on_gpu,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=1,
-        )
         trainer = SparseEncoderTrainer(
             model=model,
-            args=arguments,
+            args=_training_arguments(case, batch, n_steps, device, folder),
             train_dataset=Dataset.from_dict(pairs),
             loss=loss,
         )
@@ -569,6 +548,47 @@ def _train(
     model.zero_grad(set_to_none=True)
     durations = [1e3 * (end - start) for start, end in itertools.pairwise(ends)]
     return durations[len(durations) // 2 :], float(losses[0])
+
+
+def _training_arguments(
+    case: JobCase,
+    batch: int,
+    n_steps: int,
+    device: torch.device,
+    folder: str,
+) -> Any:
+    """Return the arguments of the stock trainer, which saves and reports nothing.
+
+    Args:
+        case: the case, with LoRA or not, and whether layers are recomputed.
+        batch: the pairs per step.
+        n_steps: the number of steps.
+        device: the device. A GPU trains under bf16 autocast.
+        folder: an empty folder.
+    """
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainingArguments
+
+    from tilefold.integrations.transformers import one_gpu
+
+    on_gpu = device.type == "cuda"
+    return one_gpu(SparseEncoderTrainingArguments)(
+        output_dir=folder,
+        max_steps=n_steps,
+        per_device_train_batch_size=batch,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="sgd" if case.numbers.get("lora") is None else "adamw_torch_fused",
+        max_grad_norm=0.0,
+        gradient_checkpointing=case.numbers.get("checkpointing", False),
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=1,
+    )
 
 
 def _in_mini_batches(model: Any, loss: Any, mini_batch: int) -> Any:

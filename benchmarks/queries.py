@@ -41,6 +41,7 @@ FLOOR = "its graph alone"
 QUERY_WORDS = 6
 BULK_QUERIES = 32768
 STOCK_BULK_QUERIES = 4096
+STOCK_BULK_BATCHES = (32, 256)  # batch sizes of the stock model for many queries
 # timed calls with one query, and with 32
 SINGLE_CALLS = 1000
 JOINED_CALLS = 100
@@ -146,7 +147,7 @@ def measure(case: JobCase, options: JobOptions) -> Iterator[Row]:
     for name, model in (("query", sparse), ("ColBERT query", colbert)):
         single = SingleQueries(case, name, model, queries, gate_texts, truth, device)
         yield from single.rows()
-    yield from _bulk(case, sparse, queries, truth, device)
+    yield from _time_bulk(case, sparse, queries, truth, device)
 
 
 class SingleQueries:
@@ -310,14 +311,14 @@ def _compare(truth: Truth, *row_sets: torch.Tensor) -> str:
     return f"rows differ by {error:.3g}, allowed {truth.allowed:.3g}"
 
 
-def _bulk(
+def _time_bulk(
     case: JobCase,
     model: Any,
     queries: list[str],
     truth: Truth,
     device: torch.device,
 ) -> Iterator[Row]:
-    """Time the encoding of all queries at once, and yield a row for each way.
+    """Time the encoding of all queries in one call, and yield a row for each way.
 
     The ways of tilefold are a tensor, sparse rows and Parquet files. The stock model follows, with
     two batch sizes.
@@ -330,31 +331,12 @@ def _bulk(
         device: the device.
     """
     from tilefold.integrations.sentence_transformers import encode_sparse, restore
-    from tilefold.retrieval import encode_collection
-
-    def rate(texts: list[str], run: Callable[[list[str]], Any]) -> float:
-        """Return texts per second, of the median of three calls after one that allocates memory."""
-        run(texts)
-        seconds = [seconds_of(partial(run, texts), device) for _ in range(3)]
-        return len(texts) / statistics.median(seconds)
 
     def to_tensor(texts: list[str]) -> Any:
         return model.encode_query(texts, show_progress_bar=False)
 
     def to_rows(texts: list[str]) -> Any:
         return encode_sparse(model, texts, task="query")
-
-    texts_by_id = {str(position): query for position, query in enumerate(queries)}
-
-    def to_parquet(_: list[str]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            encode_collection(
-                model,
-                texts_by_id,
-                Path(folder) / "vectors",
-                kind="query",
-                shard_size=8192,
-            )
 
     row: dict[str, Any] = {"case": case.name, "work": f"{len(queries):,} queries"}
     checked_rows = torch.arange(GATE_QUERIES, device=device)
@@ -363,24 +345,23 @@ def _bulk(
         "gate": _compare(truth, to_tensor(queries).index_select(0, checked_rows).to_dense()),
         "gpu_busy": busy_share(lambda: to_tensor(queries), device),
         "way": GRAPHS,
-        "queries_s": rate(queries, to_tensor),
+        "queries_s": _queries_per_second(to_tensor, queries, device),
     }
     rows_gate = _compare(truth, to_rows(queries[:GATE_QUERIES]).to_dense())
     yield {
         **row,
         "gate": rows_gate,
         "way": f"{GRAPHS}, encode_sparse",
-        "queries_s": rate(queries, to_rows),
+        "queries_s": _queries_per_second(to_rows, queries, device),
     }
     yield {
         **row,
-        # the same rows, in files
-        "gate": rows_gate,
+        "gate": rows_gate,  # the files contain the same rows
         "way": f"{GRAPHS}, to Parquet",
-        "queries_s": rate(queries, to_parquet),
+        "queries_s": _queries_per_second(partial(_to_parquet, model), queries, device),
     }
     restore(model)
-    for batch_size in (32, 256):
+    for batch_size in STOCK_BULK_BATCHES:
         encode_stock = partial(
             model.encode_query,
             batch_size=batch_size,
@@ -390,8 +371,45 @@ def _bulk(
             **row,
             "gate": "ok",
             "way": f"{STOCK}, batch {batch_size}",
-            "queries_s": rate(queries[:STOCK_BULK_QUERIES], encode_stock),
+            "queries_s": _queries_per_second(encode_stock, queries[:STOCK_BULK_QUERIES], device),
         }
+
+
+def _to_parquet(model: Any, queries: list[str]) -> None:
+    """Encode queries to Parquet files in a temporary folder.
+
+    Args:
+        model: an accelerated SparseEncoder.
+        queries: the queries.
+    """
+    from tilefold.retrieval import encode_collection
+
+    texts_by_id = {str(position): query for position, query in enumerate(queries)}
+    with tempfile.TemporaryDirectory() as folder:
+        encode_collection(
+            model,
+            texts_by_id,
+            Path(folder) / "vectors",
+            kind="query",
+            shard_size=8192,
+        )
+
+
+def _queries_per_second(
+    encode: Callable[[list[str]], Any],
+    queries: list[str],
+    device: torch.device,
+) -> float:
+    """Return the rate of the median of three calls, after one that allocates memory.
+
+    Args:
+        encode: encodes queries.
+        queries: the queries of a call.
+        device: the device of the model.
+    """
+    encode(queries)
+    seconds = [seconds_of(partial(encode, queries), device) for _ in range(3)]
+    return len(queries) / statistics.median(seconds)
 
 
 QUERIES = Job(

@@ -712,16 +712,88 @@ def kill_and_resume(options: argparse.Namespace) -> int:
 
     work = options.output / "work"
     model_folder = work / "m"
-    error_file = work / "errors"
     command = train_command(options, work, model_folder)
+    killed = _kill_second_rank(
+        [*command, "--devices", str(options.devices)],
+        model_folder,
+        error_file=work / "errors",
+    )
+    saved_step = newest_step(model_folder) or 0
+
     resume_devices = options.resume_devices or options.devices
+    resume_command = [*command, "--devices", str(resume_devices), "--hours", "0.0005"]
+    begin = time.perf_counter()
+    resumed = subprocess.run(  # noqa: S603
+        resume_command,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    resume_seconds = time.perf_counter() - begin
+    resumed_step = newest_step(model_folder) or 0
+    was_reported = killed.exit_code == 1 and "signal 9" in killed.message
+    was_resumed = resumed_step > saved_step >= killed.first_step > 0
+    passed = was_reported and was_resumed
+    save(
+        {
+            "run": "killed" if options.killed == "splade" else f"killed-{options.killed}",
+            "devices": options.devices,
+            "seconds_to_first_checkpoint": killed.seconds_to_checkpoint,
+            "seconds_to_end": killed.seconds_to_end,
+            "code": killed.exit_code,
+            "said": killed.message[-400:],
+            "kept_step": saved_step,
+            "again_devices": resume_devices,
+            "again_seconds": resume_seconds,
+            "again_step": resumed_step,
+            "again_said": " ".join(resumed.stderr.split())[-200:],
+            "gate": "ok" if passed else "failed",
+        },
+        options,
+    )
+    return 0 if passed else 1
+
+
+@dataclass(frozen=True)
+class KilledTraining:
+    """How a training ended after its second rank was killed.
+
+    Attributes:
+        seconds_to_checkpoint: time until the first checkpoint.
+        first_step: the step of this checkpoint.
+        exit_code: the exit code of the command.
+        seconds_to_end: time from the kill to the end of the command.
+        message: the lines of the output with errors.
+    """
+
+    seconds_to_checkpoint: float
+    first_step: int
+    exit_code: int
+    seconds_to_end: float
+    message: str
+
+
+def _kill_second_rank(
+    command: Sequence[str],
+    model_folder: Path,
+    error_file: Path,
+) -> KilledTraining:
+    """Run a training, kill its second rank after the first checkpoint, and wait for the end.
+
+    Args:
+        command: the command of the training.
+        model_folder: the folder of its model.
+        error_file: the file for its output.
+
+    Raises:
+        RuntimeError: if the command ended before its first checkpoint.
+    """
+    from tilefold.recipes.loading import newest_step
+
     begin = time.perf_counter()
     with (
         error_file.open("wb") as log,
-        subprocess.Popen(  # noqa: S603
-            [*command, "--devices", str(options.devices)],
-            stderr=log,
-        ) as process,
+        subprocess.Popen(command, stderr=log) as process,  # noqa: S603
     ):
         while not newest_step(model_folder) and process.poll() is None:
             time.sleep(0.05)
@@ -738,39 +810,13 @@ def kill_and_resume(options: argparse.Namespace) -> int:
         seconds_to_end = time.perf_counter() - begin
     lines = error_file.read_text(errors="replace").splitlines()
     message = " ".join(line for line in lines if "Error" in line)
-    saved_step = newest_step(model_folder) or 0
-
-    resume_command = [*command, "--devices", str(resume_devices), "--hours", "0.0005"]
-    begin = time.perf_counter()
-    resumed = subprocess.run(  # noqa: S603
-        resume_command,
-        capture_output=True,
-        text=True,
-        check=False,
+    return KilledTraining(
+        seconds_to_checkpoint,
+        first_step,
+        exit_code,
+        seconds_to_end,
+        message,
     )
-    resume_seconds = time.perf_counter() - begin
-    resumed_step = newest_step(model_folder) or 0
-    was_reported = exit_code == 1 and "signal 9" in message
-    went_on = resumed_step > saved_step >= first_step > 0
-    passed = was_reported and went_on
-    save(
-        {
-            "run": "killed" if options.killed == "splade" else f"killed-{options.killed}",
-            "devices": options.devices,
-            "seconds_to_first_checkpoint": seconds_to_checkpoint,
-            "seconds_to_end": seconds_to_end,
-            "code": exit_code,
-            "said": message[-400:],
-            "kept_step": saved_step,
-            "again_devices": resume_devices,
-            "again_seconds": resume_seconds,
-            "again_step": resumed_step,
-            "again_said": " ".join(resumed.stderr.split())[-200:],
-            "gate": "ok" if passed else "failed",
-        },
-        options,
-    )
-    return 0 if passed else 1
 
 
 def train_command(options: argparse.Namespace, work: Path, model_folder: Path) -> list[str]:

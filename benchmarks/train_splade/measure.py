@@ -177,7 +177,7 @@ def _prepared(
     options: TrainOptions,
     progress: Callable[[str], None],
 ) -> Iterator[tuple[Iterator[tuple[int, _Cell]], GateOutcome]]:
-    """Build a model and its trainer, and compare both heads.
+    """Build a model and its trainer, and compare the stock head with the fused one.
 
     Args:
         size: the model's size.
@@ -199,37 +199,43 @@ def _prepared(
     try:
         with quiet_libraries():
             encoder = build_encoder(size, tokenizer, device, max(options.lengths))
-            progress(f"{size.name}: comparing the heads")
-            first = Batches(
-                encoder,
-                next(iter(pairs.values()))[: len(_GATE_TOKENS)],
-                max(_GATE_TOKENS),
-                device,
-            )
 
             def make_step() -> TrainingStep:
+                """Create the trainer, which is closed at the end."""
                 steps.append(TrainingStep(encoder, bf16=options.autocasts))
                 return steps[0]
 
-            gate = check_sides(encoder, _ragged(first.inputs(len(_GATE_TOKENS))), make_step)
-            cells = (
-                (
-                    length,
-                    _Cell(
-                        encoder,
-                        steps[0],
-                        Batches(encoder, texts, length, device),
-                        meter,
-                        options,
-                    ),
-                )
-                for length, texts in pairs.items()
-            )
-            yield cells, gate
+            progress(f"{size.name}: comparing the heads")
+            n_compared = len(_GATE_TOKENS)
+            shortest_pairs = next(iter(pairs.values()))[:n_compared]
+            compared = Batches(encoder, shortest_pairs, max(_GATE_TOKENS), device)
+            gate = check_sides(encoder, _ragged(compared.inputs(n_compared)), make_step)
+            yield _cells(encoder, steps[0], pairs, meter, options), gate
     finally:
         for step in steps:
             step.close()
         meter.close()
+
+
+def _cells(
+    encoder: Any,
+    step: TrainingStep,
+    pairs: Mapping[int, list[tuple[str, str]]],
+    meter: Meter,
+    options: TrainOptions,
+) -> Iterator[tuple[int, _Cell]]:
+    """Yield each length of documents with its cell, prepared when it is asked for.
+
+    Args:
+        encoder: the model.
+        step: its training step.
+        pairs: (query, document) texts by the length of documents.
+        meter: measures the memory of a step.
+        options: the options of the run.
+    """
+    for length, texts in pairs.items():
+        batches = Batches(encoder, texts, length, options.device)
+        yield length, _Cell(encoder, step, batches, meter, options)
 
 
 def _ragged(inputs: dict[str, Any]) -> dict[str, Any]:
