@@ -115,14 +115,18 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         return loss
 
     def _joined_features(self, features: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the features of all columns as those of one, or ``None`` if they are not joined.
+        """Return the features of all columns together, as the joined batch has them.
 
         Args:
             features: the columns of the batch.
+
+        Returns:
+            The joined features. ``None`` if the columns were not joined, if some of them are
+            missing, or if mini-batches are limited by tokens, which applies to each column
+            separately.
         """
         if self.mini_batch_num_tokens or JOINED not in features[0]:
-            return None  # a limit of tokens per mini-batch applies to each column separately
-        # None if these are not all columns of the joined batch
+            return None
         joined: dict[str, Any] | None = features[0][JOINED].columns.rows(features)
         return joined
 

@@ -399,11 +399,12 @@ def decoder_arguments(model: Model, input_ids: Tensor) -> dict[str, Any]:
 
 
 def _creates_causal_masks(model: Model) -> bool:
-    """Whether the forward of a model creates the masks of a decoder, causal or bidirectional.
+    """Return whether a model creates the masks of a decoder in its forward.
+
+    Decoder masks may also be bidirectional: those of Gemma 3 as an encoder are.
 
     Args:
-        model: a transformers model. Gemma 3 as an encoder has attention that is not causal, but
-            creates its masks as a decoder.
+        model: a transformers model.
     """
     if getattr(model.config, "use_bidirectional_attention", False):
         return True

@@ -857,10 +857,11 @@ def _layout_of(tensor: Tensor) -> Tensor:
 
 
 def refuse_main_grads(names: Collection[str], situation: str) -> None:
-    """Raise ``RuntimeError`` if gradients are to be added to buffers.
+    """Raise ``RuntimeError`` for the first tensor whose gradient is to be added to a buffer.
 
     Args:
-        names: names of the tensors whose gradients are added to buffers.
+        names: names of the tensors whose gradients are added to buffers. Without any, nothing is
+            raised.
         situation: when that is impossible, and the remedy. ``{}`` becomes the tensor's name.
     """
     for name in names:

@@ -182,10 +182,15 @@ def contiguous_steps(
 
 
 def selector(positions: list[int]) -> Selector:
-    """Return a fast function that selects the values at these positions as a tuple."""
+    """Return a fast function that selects some values of a sequence, as a tuple.
+
+    Args:
+        positions: positions of the values: any number of them, or consecutive ones if there are
+            fewer than two.
+    """
     if len(positions) > 1:
         return itemgetter(*positions)
-    # itemgetter of a single position returns the value itself, of a slice a sequence
+    # Of a single position, itemgetter returns the value itself. Of a slice, it returns a sequence.
     first = positions[0] if positions else 0
     return itemgetter(slice(first, first + len(positions)))
 
@@ -249,7 +254,9 @@ class PlanBuilder:
         self._one_block = False
 
     def set_parameters(self, **parameters: Any) -> None:
-        """Set numbers and constants that later launches pass to kernels with such parameters.
+        """Set numbers and constants for all later launches.
+
+        A launch passes them to its kernel if the kernel has parameters of these names.
 
         Args:
             **parameters: values by the names of kernels' parameters, or of Triton's options.

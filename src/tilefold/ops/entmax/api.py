@@ -52,24 +52,27 @@ def entmax(
     return_support_size: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Alpha-entmax along a dimension: softmax whose small entries are exactly 0.
+    """Compute alpha-entmax along a dimension: a softmax whose small entries are exactly 0.
 
-    Of Peters et al., arXiv 1905.05702: ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with
-    ``tau`` such that the row sums to 1. Alpha = 1 is softmax, alpha = 2 sparsemax. The root is
-    found by Halley's method on the norm of the row, safeguarded by bisection (the hybrid of
-    AdaSplash, arXiv 2502.12082, changed to converge for any row). The remaining residual is divided
-    out, so that rows sum to 1 up to rounding. fp16 and bf16 are computed in fp32. Shifting a row
-    changes nothing but rounding.
+    Alpha-entmax (Peters et al., arXiv 1905.05702) is
+    ``p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1))`` with the ``tau`` for which the row sums to
+    1. Alpha = 1 is softmax, and alpha = 2 is sparsemax. fp16 and bf16 are computed in fp32.
 
-    An entry of ``-inf`` gets probability 0. A row of ``-inf`` only is 0, with no gradient. A row
-    that has NaN or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015), in a
-    form that stays finite down to alpha = 1. Only ``impl="reference"`` can be differentiated twice.
+    The root is found by Halley's method on the norm of the row, safeguarded by bisection: the
+    hybrid of AdaSplash (arXiv 2502.12082), changed to converge for any row. Probabilities are then
+    divided by their sum. A number that is added to all entries of a row has no influence but on
+    rounding.
+
+    An entry of ``-inf`` gets probability 0. A row of ``-inf`` only is 0, without a gradient. A row
+    with NaN or ``+inf`` is NaN. Gradients are those of Correia et al. (arXiv 1909.00015), in a form
+    that is finite down to alpha = 1. Only ``impl="reference"`` can be differentiated twice.
 
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
-        alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one
-            alpha per row or head, or for all), differentiable. On a GPU, where checking costs a
-            synchronisation, a tensor's value outside [1, 2] makes its rows NaN instead of raising.
+        alpha: a number in [1, 2], or a differentiable tensor that broadcasts to ``x`` with size 1
+            in ``dim`` (one alpha per row or head, or for all). On a GPU, where a check would
+            synchronise, a tensor's value outside [1, 2] makes its rows NaN instead of raising an
+            error.
         dim: the dimension along which probabilities sum to 1.
         return_support_size: whether to return the number of positive entries of each row, too.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
@@ -77,7 +80,7 @@ def entmax(
 
     Returns:
         Probabilities shaped like ``x``, in its dtype. With ``return_support_size`` also the int32
-            sizes, of that shape without ``dim``.
+        sizes, of that shape without ``dim``.
 
     Raises:
         TypeError: if an argument is not a tensor, or has an unsupported dtype.

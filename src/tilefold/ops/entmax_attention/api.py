@@ -164,41 +164,42 @@ def entmax_attention(
     impl: str = "auto",
     return_stats: bool | Literal["blocks"] = False,
 ) -> Tensor | tuple[Tensor, EntmaxStats]:
-    """Attention whose weights are the alpha-entmax of the scores, with exact zeros.
+    """Compute attention whose weights are the alpha-entmax of the scores, with exact zeros.
 
-    Of AdaSplash, arXiv 2502.12082: ``out_i = sum_j p_ij v_j`` with
+    The operator is that of AdaSplash (arXiv 2502.12082): ``out_i = sum_j p_ij v_j`` with
     ``p_i = entmax_alpha(scale * q_i . k_j)`` over the keys j that query i may attend to. The scores
-    are never written to memory. The root of every row is found to a residual of 1e-6 of its mass
-    (on a GPU 1e-5 for 16-bit input), for any scores, and the output is divided by the remaining
-    mass.
-    Where only live blocks are visited, the skipped ones are proved to be zero. Scores are scaled in
-    fp32 (q is never rounded a second time), and backward computes them from the same operands.
-    Backward is bitwise deterministic. Only ``impl="reference"`` can be differentiated twice.
+    are never written to memory, and blocks whose weights are proved to be 0 are skipped.
+
+    The root of every row is found to a residual of 1e-6 of its mass (on a GPU 1e-5 for 16-bit
+    input), for any scores, and the output is divided by the remaining mass. Scores are scaled in
+    fp32, and backward computes them from the same operands. Backward is bitwise deterministic. Only
+    ``impl="reference"`` can be differentiated twice.
 
     Query i has position ``i + Nk - Nq`` among the keys: causal attention and windows are aligned to
-    the end, as decoding with a cache needs. A row with nothing to attend to is 0 and passes no
+    the end, as decoding with a cache needs. A row without a key to attend to is 0, without a
     gradient. NaN in a query, or in a key that a row may attend to, makes the row NaN. Keys and
-    values that ``key_padding_mask`` masks never influence a result. Values hidden by causality or a
-    window must be finite: their weight is 0, and 0 times NaN is NaN.
+    values that ``key_padding_mask`` masks have no influence. Values that causality or a window
+    hides must be finite, because their weight is 0, and 0 times NaN is NaN.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]`` with ``cu_seqlens_q``; any strides; fp16,
             bf16, fp32 or fp64.
         k, v: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]`` with ``cu_seqlens_k``; ``H`` is a
             multiple of ``Hkv``.
-        alpha: a number in [1, 2] (1 softmax, 2 sparsemax), or a tensor of one or ``[H]``,
-            differentiable. On a GPU a tensor's value outside [1, 2] makes its head NaN instead of
-            raising.
-        causal: a query attends to no key after its own position.
+        alpha: a number in [1, 2] (1 is softmax, 2 is sparsemax), or a differentiable tensor of one
+            number or ``[H]``. On a GPU, a tensor's value outside [1, 2] makes its head NaN instead
+            of raising an error.
+        causal: whether a query attends to no key after its own position.
         window: a query attends to keys at most this far from its position; 2^30 and more is no
             window.
         cu_seqlens_q: ``[B + 1]`` int32 or int64 offsets of packed queries. Offsets that do not
-            describe the rows raise on the CPU. In kernels, where checking would cost a
-            synchronisation, they make every output NaN.
+            describe the rows raise an error on the CPU. In kernels, where a check would
+            synchronise, they make every output NaN.
         cu_seqlens_k: offsets of packed keys. A packed batch needs both.
-        max_seqlen_k: upper bound of the length of packed key sequences, which saves work. A longer
-            sequence has the effect of wrong offsets. By default the length of k.
-        key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
+        max_seqlen_k: upper bound of the length of packed key sequences, which saves work; by
+            default the length of k. A longer sequence has the effect of wrong offsets.
+        key_padding_mask: ``[B, Nk]``, nonzero for keys that count, in any pattern; not for packed
+            input.
         scale: multiplies the products; by default ``D ** -0.5``.
         dropout_p: probability in [0, 1) that a weight is dropped. The remaining weights are
             multiplied by ``1 / (1 - dropout_p)``.
@@ -207,7 +208,7 @@ def entmax_attention(
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
             :func:`tilefold.ops.entmax_attention.chosen_impl`.
         return_stats: also return :class:`EntmaxStats`. ``"blocks"`` also counts live blocks, which
-            computes the scores once more, in fp32. Nothing synchronises with the device.
+            computes the scores once more, in fp32. The CPU does not wait for the device.
 
     Returns:
         A tensor shaped like ``q``. With ``return_stats`` also the statistics.

@@ -112,9 +112,9 @@ def lsr_head(
 
     Products accumulate in fp32 (fp64 for fp64 input), and the maximum is taken over these values.
     Among equal logits the lowest token wins and gets the gradient. A sequence without a valid token
-    scores 0, with no gradient. A NaN in a valid token gives NaN. A masked token has no influence on
-    a result, whatever it contains. Backward is bitwise deterministic. Under ``torch.autocast``
-    products are computed in autocast's dtype, and gradients have the dtype of their parameter.
+    scores 0, without a gradient. A NaN in a valid token gives NaN. The values of masked tokens have
+    no influence. Backward is bitwise deterministic. Under ``torch.autocast``, products are computed
+    in autocast's dtype, and gradients have the dtype of their parameter.
 
     A DTensor ``weight`` (and ``bias``) that is ``Shard(0)`` over one mesh dimension makes the head
     vocabulary-parallel. ``hidden`` is then a ``Replicate()`` DTensor, the scores are a ``Shard(1)``
@@ -127,24 +127,24 @@ def lsr_head(
             autocast). For max pooling without gradients, also a :class:`QuantizedWeight`, with
             which token states are rounded to fp8 too.
         bias: ``[V]`` decoder bias, or ``None``.
-        attention_mask: ``[B, S]``, nonzero = valid, in any pattern (padding on either side, holes).
-            Values are not weights: any nonzero value means "valid".
-        cu_seqlens: ``[B + 1]`` int32, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. On the CPU
-            other values raise; on a GPU, where checking costs a synchronisation, they make every
-            score NaN.
+        attention_mask: ``[B, S]``, nonzero for valid tokens, in any pattern (padding on either
+            side, holes). Its values are not weights.
+        cu_seqlens: ``[B + 1]`` int32, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``. Other
+            values raise an error on the CPU. On a GPU, where a check would synchronise, they make
+            every score NaN.
         pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``.
         activation: ``"log1p_relu"`` (SPLADE), ``"log1p_log1p_relu"`` (OpenSearch l0), ``"relu"``,
             ``"softplus"`` or ``"none"``.
         logit_scale: a number that multiplies the products before the bias is added.
         out_dtype: dtype of the scores; by default that of ``hidden``, or autocast's.
         weight_main_grad: ``[V, D]`` fp32, contiguous. Backward adds the weight's gradient to it, in
-            fp32, and does not touch ``weight.grad`` (Megatron's ``main_grad``). For max pooling in
+            fp32, and does not change ``weight.grad`` (Megatron's ``main_grad``). For max pooling in
             eager mode.
         screen: whether an 8-bit product with a proven error bound first determines which scores can
             be positive. Only their logits are then computed, with the same scores and winners. This
             works on compute capability 9.0, in fp16 and bf16, for max pooling with an activation of
-            the relu family. Otherwise, for small inputs, and if many scores are positive (a model
-            that is not trained), all logits are computed. It needs ``V D + 5 B V + T D`` bytes.
+            the relu family. All logits are computed otherwise, for small inputs, and if many scores
+            are positive, as in an untrained model. The screen needs ``V D + 5 B V + T D`` bytes.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
@@ -229,21 +229,24 @@ def lsr_head_sparse(
 ) -> Tensor:
     """Compute the scores above ``min_weight`` as a sparse CSR tensor, without a dense ``[B, V]``.
 
-    Like :func:`lsr_head`, for encoding. Scores are computed in blocks of the vocabulary, and only
-    the selected ones are retained. They are selected in fp32 (fp64 for fp64 input). The result is
-    not differentiable.
+    This is :func:`lsr_head` for encoding. Scores are computed in blocks of the vocabulary, and only
+    the selected ones are stored. They are selected in fp32 (fp64 for fp64 input). The result is not
+    differentiable.
 
     Args:
+        hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, logit_scale,
+            out_dtype, impl: as in :func:`lsr_head`.
         top_k: largest number of entries per row. The largest scores are selected, and among equal
-            ones the lowest vocabulary index. ``None`` selects all.
+            ones those with the lowest vocabulary index. ``None`` selects all.
         min_weight: only entries strictly greater than this are selected. NaN always is, so that it
             is noticed.
-
-    The other arguments and errors are as in :func:`lsr_head`.
 
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row. With
         DTensor arguments it is a plain tensor with all columns, equal on every rank.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`lsr_head`.
 
     Examples:
         >>> import torch
@@ -352,13 +355,13 @@ def lsr_head_rows(
 ) -> CapacityRows | None:
     """Compute sparse rows with memory for ``capacity`` entries each, without waiting for the GPU.
 
-    Like :func:`lsr_head_sparse`, which explains the other arguments.
-
     Args:
+        hidden, weight, bias, attention_mask, cu_seqlens, pooling, activation, out_dtype,
+            min_weight, screen, impl: as in :func:`lsr_head_sparse` and :func:`lsr_head`.
         capacity: entries that a row can hold. A row with more is incomplete, which its count shows,
             and the caller must encode it again with a larger capacity.
-        top_k: largest number of entries per row. It chooses among the entries that fit, so it too
-            is only right for rows whose count is at most ``capacity``.
+        top_k: largest number of entries per row. They are chosen among the entries that fit, so
+            that the choice is only right for rows whose count is at most ``capacity``.
 
     Returns:
         The rows, or ``None`` if Triton's kernels do not run.

@@ -552,8 +552,9 @@ def _pair_batches(
 ) -> Iterator[PairBatch]:
     """Batch pairs whose documents and queries have similar lengths, so that padding is small.
 
-    The query lengths of a batch are between the same two powers of two. Pairs of such a class are
-    sorted by document length. Pairs whose document or query has no unmasked token are left out.
+    Pairs are divided into classes by query length: those of a class are between the same two powers
+    of two. Within a class, pairs are sorted by document length, and consecutive pairs form a batch.
+    Pairs whose document or query has no unmasked token are left out.
 
     Args:
         documents: the unmasked tokens of all documents.
@@ -565,7 +566,7 @@ def _pair_batches(
     max_rows = tiles.row_limit(dim)
     pairs = ((document_lengths > 0) & (query_lengths > 0)).nonzero().squeeze(1)
     query_classes = torch.frexp(query_lengths[pairs].double()).exponent.long()
-    # A single sort by class, then by document length: no document has 2^48 tokens.
+    # One sort by class, then by document length, which is below 2^48.
     sort_keys = document_lengths[pairs] + query_classes * (1 << 48)
     order = sort_keys.argsort(stable=True)
     pairs = pairs[order]

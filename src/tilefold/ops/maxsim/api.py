@@ -122,53 +122,56 @@ def maxsim(
     normalize: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Late-interaction scores (ColBERT, arXiv 2004.12832) without all similarities in memory.
+    """Compute late-interaction scores (ColBERT, arXiv 2004.12832) without storing all similarities.
 
-    The similarities are ``[Nq, Nd, Lq, Ld]``. For a query with token vectors ``q_i`` and a document
-    with token vectors ``d_j``, over the tokens that are not masked::
+    For a query with token vectors ``q_i`` and a document with token vectors ``d_j``, over the
+    tokens that are not masked::
 
         score = sum_i max_j q_i . d_j
         score = sum_i temperature * log sum_j exp(q_i . d_j / temperature)    (with a temperature)
 
-    With ``reduction="mean"`` they are divided by the number of ``q_i``.
+    With ``reduction="mean"`` scores are divided by the number of ``q_i``. The similarities
+    ``[Nq, Nd, Lq, Ld]`` are computed tile by tile.
 
-    Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64). Among equal
-    similarities the first document token takes the whole gradient. A document without a token that
-    takes part, and an empty query, score 0 with no gradient. NaN in an unmasked token gives NaN.
-    The values of masked tokens never influence a result. Backward is bitwise deterministic. It
-    saves 2 bytes per query token and pair (4 from 65,536 document tokens on, and with a
-    temperature), and with kernels 4 bytes per normalized token and per packed query token.
+    Products accumulate in fp32 (fp64 for fp64 input), and scores are fp32 (fp64). Among equal
+    similarities the first document token gets the whole gradient. An empty query, and a document
+    without an unmasked token, score 0 without a gradient. NaN in an unmasked token gives NaN. The
+    values of masked tokens have no influence.
+
+    Backward is bitwise deterministic. Forward saves 2 bytes per query token and pair for it (4 from
+    65,536 document tokens on, and with a temperature). Kernels also save 4 bytes per normalized
+    token and per packed query token.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or
             fp64.
         documents: ``[Nd, Ld, D]`` (``[B, N, Ld, D]`` for ``"grouped"``), or ``[T, D]`` packed with
             ``cu_seqlens_d``. The dtype is that of ``queries``, or any floating dtype under
-            autocast, which casts both. Or the same in :class:`QuantizedTokens`, for inference. With
-            int8 the queries are rounded to int8 too, and products are exact integers. With fp8 the
-            queries are not rounded.
-        query_mask, document_mask: the shape of the tokens, without D; nonzero = keep, in any
-            pattern.
-        cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 offsets of packed sequences, from 0 to T. On
-            the CPU other values raise. On a GPU, where checking costs a synchronisation, the
+            autocast, which casts both. For inference, also :class:`QuantizedTokens` of these
+            shapes. With int8, queries are rounded to int8 too, and products are exact integers.
+            With fp8, queries are not rounded.
+        query_mask, document_mask: the shape of the tokens, without D; nonzero for tokens that
+            count, in any pattern.
+        cu_seqlens_q, cu_seqlens_d: ``[N + 1]`` int32 offsets of packed sequences, from 0 to T.
+            Other values raise an error on the CPU. On a GPU, where a check would synchronise, the
             affected pairs score NaN.
         pairing: which pairs are scored. ``"all"``; ``"aligned"`` (query b with document b);
             ``"grouped"`` (query b with its own N documents; packed documents follow each other
-            group by group); or a ``[P, 2]`` integer tensor of (query, document) pairs, which are
-            scored without a gathered copy.
+            group by group); or a ``[P, 2]`` integer tensor of (query, document) pairs, whose
+            vectors are not copied.
         reduction: ``"sum"``, or ``"mean"`` over the unmasked tokens of the query.
         mask_mode: how masked document tokens count. ``"exclude"`` leaves them out. ``"zero"`` gives
             them a similarity of 0, like libraries that multiply by the mask. A masked query token
-            counts 0 in both.
+            adds 0 in both.
         temperature: positive number for the smooth maximum, ``None`` for the maximum.
-        normalize: divide every token vector by its Euclidean norm. A zero vector stays zero and has
-            no gradient.
+        normalize: divide every token vector by its Euclidean norm. A zero vector remains zero and
+            has no gradient.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
         Scores: ``[Nq, Nd]`` for ``"all"``, ``[B]`` for ``"aligned"``, ``[B, N]`` for ``"grouped"``,
-            ``[P]`` for pairs. For packed queries, listed pairs and a gradient, the longest query is
-            read from the device once.
+        ``[P]`` for pairs. With packed queries, listed pairs and a gradient, the length of the
+        longest query is read from the device once.
 
     Raises:
         TypeError: for arguments that are not tensors, or of a dtype that is not supported.
@@ -235,8 +238,8 @@ def maxsim_topk(
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` documents with the highest :func:`maxsim` score for each query.
 
-    Padded documents are scored in blocks, so that at most ``[Nq, 65536]`` or 2^24 scores are held.
-    Packed documents are scored at once. Not differentiable.
+    Padded documents are scored in blocks, so that at most ``[Nq, 65536]`` or 2^24 scores are in
+    memory. Packed documents are scored at once. The result is not differentiable.
 
     Args:
         queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, reduction,
@@ -244,9 +247,9 @@ def maxsim_topk(
         k: number of documents; all documents if there are fewer.
 
     Returns:
-        ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. Equal scores
-            come in any order, as with ``torch.topk``, which also puts NaN before any number. A
-            document without an unmasked token has its score of 0.
+        ``[Nq, min(k, Nd)]`` scores, the highest first, and the int64 numbers of their documents.
+        Equal scores are in any order, and NaN is before any number, as with ``torch.topk``. A
+        document without an unmasked token scores 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a ``k`` below 1.

@@ -36,32 +36,32 @@ def maxsim_contrastive_loss(
     group: ProcessGroup | str | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Cross entropy of each query's document among all documents of the batch.
+    """Compute the cross entropy of each query's document among all documents of the batch.
 
-    With :func:`maxsim` scores, in fp32 (fp64)::
+    With :func:`maxsim` scores, in fp32 (fp64 for fp64 input)::
 
         loss = mean_q (logsumexp_d(scale * score[q, d]) - scale * score[q, labels[q]])
 
-    Neither forward nor backward waits for the device or holds anything of the size of the
+    Neither forward nor backward waits for the device, or stores anything of the size of the
     similarities.
 
-    With a ``group``, ``d`` runs over the documents of all ranks. The loss, and the mean over all
-    queries, are those of one process that has everything. Documents travel around the ring of
-    ranks, so that a rank holds its own and at most those of two other ranks. Gradients return the
-    same way, summed in fp32 in a fixed order. Every rank must call, and must run backward. Ranks
-    may hold different numbers of queries and documents, of different lengths, padded or packed.
-    If they do not agree in dtype, D or options, every rank raises.
+    With a ``group``, ``d`` runs over the documents of all ranks, and the mean over the queries of
+    all ranks. Every rank returns the same loss ``L``, which is that of one process with the whole
+    batch. Documents travel around the ring of ranks, so that a rank holds its own and at most those
+    of two other ranks. Gradients return the same way, summed in fp32 in a fixed order. The
+    gradients of a rank's embeddings are ``W * dL/d(embeddings)`` for ``W`` ranks, because DDP and
+    FSDP average over ranks. Without such averaging, divide them by ``W``.
 
-    Every rank returns the same loss ``L``. Gradients of its embeddings are
-    ``W * dL/d(embeddings)`` for ``W`` ranks, since DDP and FSDP average over ranks. Without such
-    averaging, divide by ``W``.
+    Every rank must call this function, and must run backward. Ranks may hold different numbers of
+    queries and documents, of different lengths, padded or packed. If they do not agree in dtype, D
+    or options, every rank raises an error.
 
     Args:
-        queries, documents: as in :func:`maxsim` for ``pairing="all"``. There must be at least as
-            many documents as queries without labels. Negatives may be anywhere among them.
+        queries, documents: as in :func:`maxsim` for ``pairing="all"``. Without labels, there must
+            be at least as many documents as queries. Negatives may be anywhere among the documents.
         labels: ``[Nq]`` int64 document of each query, by default document q for query q. With a
-            group they are numbers of this rank's documents. On the CPU a label out of range raises.
-            On a GPU, where checking costs a synchronisation, the loss of every rank and the
+            group they are numbers of this rank's documents. A label out of range raises an error on
+            the CPU. On a GPU, where a check would synchronise, the loss of every rank and the
             gradients of the rank with the label are NaN.
         scale: a number that multiplies the scores.
         query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, reduction, mask_mode, temperature,

@@ -53,27 +53,30 @@ def xtr_scores(
     normalize: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """XTR scores (Lee et al. 2023, arXiv 2304.01982) without all similarities in memory.
+    """Compute XTR scores (Lee et al. 2023, arXiv 2304.01982) without all similarities in memory.
 
-    The similarities are ``[Nq, Nd, Lq, Ld]``. Query token i retrieves the document tokens whose
-    similarity ``s_ij = q_i . d_j`` is at least its ``top_k``-th largest over the unmasked tokens of
-    **all** documents. A document scores the maxima over its retrieved tokens, averaged over the
-    ``Z`` unmasked query tokens that retrieved any of them::
+    Each query token i retrieves document tokens: those whose similarity ``s_ij = q_i . d_j`` is at
+    least its ``top_k``-th largest over the unmasked tokens of **all** documents. Only retrieved
+    tokens count for the score of a document::
 
         score[q, d] = 1/Z sum_i max_{j in d, retrieved by i} s_ij                    (0 if Z = 0)
         score[q, d] = 1/n sum_i (the maximum above, or else the top_k-th s_ij of i)  (impute=True)
 
-    with ``n`` unmasked query tokens. The first is the training score. The second is what a search
-    computes, which imputes a value for tokens that were not retrieved (the paper's ``m_i``).
-    Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64).
+    ``Z`` is the number of unmasked query tokens that retrieved a token of the document, and ``n``
+    the number of all unmasked query tokens. The first score is for training. The second is what a
+    search computes: for a query token that retrieved nothing from a document, it imputes the
+    ``top_k``-th similarity (the paper's ``m_i``).
 
-    All similarities equal to the ``top_k``-th are retrieved, so ties never depend on an order.
-    Among equal maxima of a document the first token takes the gradient. If ``top_k`` is at least
-    the number of unmasked document tokens, everything is retrieved, as in
-    ``maxsim(..., reduction="mean")``, whose remarks on empty documents and on backward also apply.
-    A NaN similarity counts as larger than any number: it is retrieved, its score is NaN, and it is
-    one of the ``top_k``. Retrieval and ``Z`` have no gradient. Forward holds tiles of similarities,
-    ``top_k`` numbers per query token of the tile, and 9 bytes per query token and document.
+    Products accumulate in fp32 (fp64 for fp64 input), and scores are fp32 (fp64). All similarities
+    equal to the ``top_k``-th are retrieved, so that ties do not depend on an order. Among equal
+    maxima of a document, the first token gets the gradient. A NaN similarity counts as larger than
+    any number: it is one of the ``top_k``, and its score is NaN. The choice of retrieved tokens has
+    no gradient. If ``top_k`` is at least the number of unmasked document tokens, the result is that
+    of ``maxsim(..., reduction="mean")``, whose remarks on empty documents and on backward also
+    apply.
+
+    The similarities ``[Nq, Nd, Lq, Ld]`` are computed tile by tile. Forward stores ``top_k``
+    numbers per query token of a tile, and 9 bytes per query token and document.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or
@@ -94,8 +97,8 @@ def xtr_scores(
         ``[Nq, Nd]`` scores.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`; ``ValueError`` for a
-            gradient with ``impute``.
+        TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a gradient with
+            ``impute``.
 
     Examples:
         >>> import torch

@@ -79,28 +79,28 @@ def token_scatter(
         max: out[b, v] = max(0, max_s act(weights[b, s]))
         sum: out[b, v] = sum_s act(weights[b, s])
 
-    An entry that no token has scores 0. With ``"max"`` 0 is always a candidate, so negative values,
-    which only ``activation="none"`` has, give 0 without a gradient. With ``"sum"`` they keep their
-    sign. The winner is chosen by the weights, before they are rounded to scores. Among equal
-    weights the lowest token wins, and gets the gradient. A masked or ignored token does not count
-    and has a gradient of 0, whatever its weight and id are. A NaN weight makes its entry NaN.
+    An entry that no token has scores 0. Only ``activation="none"`` has negative values: with
+    ``"max"`` they give 0 without a gradient, and with ``"sum"`` they keep their sign. The winner is
+    chosen by the weights, before they are rounded to scores. Among equal weights the lowest token
+    wins, and gets the gradient. A masked or ignored token does not count and has a gradient of 0,
+    for any weight and id. A NaN weight makes its entry NaN.
 
-    Results and gradients have the same bits in every run. On a GPU an entry's sum is computed in
-    fixed point, in a unit that follows from its largest value. Values below ``2^-47`` of it at
-    8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) add nothing. So a sum of values of one sign
-    is 0 only if all of them are, and its logarithm exists, with ``"softplus"`` down to weights of
-    about -87 (fp32's smallest number).
+    Results and gradients have the same bits in every run. On a GPU, the sum of an entry is computed
+    in fixed point, in a unit that follows from its largest value. In a sequence of 8,192 tokens,
+    values below ``2^-47`` of the largest one add nothing (``2^(k - 61)`` for fewer than ``2^k``
+    tokens). So a sum of values of one sign is 0 only if all values are 0, and its logarithm is
+    finite otherwise, with ``"softplus"`` down to weights of about -87 (fp32's smallest number).
 
     Args:
         weights: ``[B, S]`` or ``[B, S, 1]`` (the output of a linear layer with one feature), or
             packed ``[T]`` or ``[T, 1]`` with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
         input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, in ``0 .. vocab_size - 1`` for
-            tokens that are neither masked nor ignored. On the CPU another id raises an error. On a
-            GPU, where a check costs a synchronisation, it makes its sequence's scores NaN.
+            tokens that are neither masked nor ignored. Another id raises an error on the CPU. On a
+            GPU, where a check would synchronise, it makes its sequence's scores NaN.
         vocab_size: V, the number of columns.
-        attention_mask: ``[B, S]``, nonzero = valid, in any pattern.
+        attention_mask: ``[B, S]``, nonzero for valid tokens, in any pattern.
         cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``.
-            On the CPU other values raise an error; on a GPU they make every score NaN.
+            Other values raise an error on the CPU, and make every score NaN on a GPU.
         reduce: ``"max"`` or ``"sum"``.
         activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
             ``"none"``.
@@ -149,21 +149,24 @@ def token_scatter_sparse(
 ) -> Tensor:
     """Compute the scores above ``min_weight`` as a sparse CSR tensor, without a dense ``[B, V]``.
 
-    Like :func:`token_scatter`, for encoding. It is implemented in torch for all devices, and sorts
-    the valid tokens by sequence and id. Scores are selected in fp32 (fp64 for fp64 input). The
-    result is not differentiable. The number of entries has to be known, so the CPU reads values,
-    and invalid ids or offsets raise an error on every device.
+    This is :func:`token_scatter` for encoding. It sorts the valid tokens by sequence and id, in
+    torch on all devices. Scores are selected in fp32 (fp64 for fp64 input). The result is not
+    differentiable. The CPU reads values to determine the number of entries, so that invalid ids or
+    offsets raise an error on every device.
 
     Args:
+        weights, input_ids, vocab_size, attention_mask, cu_seqlens, reduce, activation, ignore_ids,
+            out_dtype: as in :func:`token_scatter`.
         top_k: largest number of entries per row. The largest scores are selected, and among equal
-            ones the lowest vocabulary index. ``None`` selects all.
+            ones those with the lowest vocabulary index. ``None`` selects all.
         min_weight: only entries strictly greater than this are selected. NaN always is, so that it
             is noticed. If it is negative, scores of 0 are also selected for terms that occur.
 
-    The other arguments and errors are as in :func:`token_scatter`.
-
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
+
+    Raises:
+        TypeError, ValueError: as :func:`token_scatter`.
 
     Examples:
         >>> import torch
