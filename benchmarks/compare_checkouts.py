@@ -178,6 +178,13 @@ class CheckoutProcess:
     """
 
     def __init__(self, checkout: Path, packages: Path | None, device: str) -> None:
+        """Start the process.
+
+        Args:
+            checkout: the root of the checkout.
+            packages: folder of packages that only this side imports, or ``None``.
+            device: ``"cuda"`` or ``"cpu"``.
+        """
         import_paths = [] if packages is None else [str(packages.resolve())]
         import_paths.append(str((checkout / "src").resolve()))
         inherited_path = os.environ.get("PYTHONPATH")

@@ -315,7 +315,13 @@ def check_packed(model: Any, device: torch.device) -> Row:
 
 
 def _gate_texts(trunk: Any, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random token ids and their mask, ``[B, S]`` each, with padding on one side."""
+    """Return random token ids and their mask, ``[B, S]`` each, with padding on one side.
+
+    Args:
+        trunk: the decoder without its head.
+        side: ``"left"`` or ``"right"``.
+        device: the device of the results.
+    """
     lengths = torch.tensor(GATE_LENGTHS, device=device)[:, None]
     longest = max(GATE_LENGTHS)
     generator = torch.Generator().manual_seed(0)
@@ -611,7 +617,12 @@ def _in_mini_batches(model: Any, loss: Any, mini_batch: int) -> Any:
 
 
 def measure(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Check a decoder, time its encoding and its training, and yield the rows."""
+    """Check a decoder, time its encoding and its training, and yield the rows.
+
+    Args:
+        case: the case.
+        options: the options of the command line.
+    """
     tokenizer = load_tokenizer(options.tokenizer)
     tokenizer.model_max_length = MAX_TOKENS
     model = make_decoder(case, tokenizer, options.device)

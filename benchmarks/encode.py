@@ -109,6 +109,10 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 def busy_share(run: Callable[[], Any], device: torch.device) -> float | None:
     """Measure the share of the time of a call in which the GPU runs a kernel or a copy.
 
+    Args:
+        run: the call.
+        device: its device.
+
     Returns:
         The share by torch's profiler, or None on a CPU, or if nothing ran.
     """
@@ -260,6 +264,10 @@ class Clock:
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     """Time the stock encoder, the floors, then tilefold.
 
+    Args:
+        case: the case.
+        options: the options of the command line.
+
     Yields:
         The rows of a model.
     """
@@ -290,7 +298,13 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
 
 
 def _time_stock(clock: Clock, model: Any, texts: list[str]) -> dict[str, object]:
-    """Time the stock encoder on the first texts, since it is slow."""
+    """Time the stock encoder on the first texts, since it is slow.
+
+    Args:
+        clock: measures the times.
+        model: the stock model.
+        texts: all texts.
+    """
     batch_size = clock.case.numbers["stock_batch"]
     stock_texts = texts[: clock.case.numbers["stock_texts"]]
 

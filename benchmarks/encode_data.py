@@ -155,6 +155,10 @@ def make_texts(count: int, seed: int = 0) -> list[str]:
     """Make texts that have 240 tokens on average when they are truncated at 256.
 
     They are runs of words from the documentation of Python.
+
+    Args:
+        count: the number of texts.
+        seed: seed of the random words.
     """
     words = python_words()
     generator = np.random.default_rng(seed)

@@ -349,7 +349,13 @@ def _normal(
     training: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Draw a tensor of normal numbers, which requires a gradient for training."""
+    """Draw a tensor of normal numbers, which requires a gradient for training.
+
+    Args:
+        shape: the shape.
+        training: whether a gradient is required.
+        dtype: the dtype.
+    """
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     values = torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
     return values.requires_grad_(training)
@@ -454,7 +460,12 @@ def _layout(case: TokenCase) -> tuple[Shape, dict[str, Any]]:
 
 
 def _lsr_head(case: TokenCase, training: bool) -> Call:
-    """Prepare a call of ``lsr_head``."""
+    """Prepare a call of ``lsr_head``.
+
+    Args:
+        case: shapes of the tensors, and options.
+        training: whether hidden states and weight require gradients.
+    """
     token_shape, options = _layout(case)
     return _call(
         training,
@@ -466,7 +477,12 @@ def _lsr_head(case: TokenCase, training: bool) -> Call:
 
 
 def _token_scatter(case: TokenCase, training: bool) -> Call:
-    """Prepare a call of ``token_scatter``, in which some tokens have the same id."""
+    """Prepare a call of ``token_scatter``, in which some tokens have the same id.
+
+    Args:
+        case: shapes of the tensors, and options.
+        training: whether the weights require gradients.
+    """
     token_shape, options = _layout(case)
     ids = torch.arange(N_TEXTS * TEXT_LENGTH, device=DEVICE).view(token_shape) % 24
     return _call(

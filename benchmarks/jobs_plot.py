@@ -141,7 +141,13 @@ def _bars(
 
 
 def _draw(axes: Axes, bars: Sequence[Bar], title: str) -> None:
-    """Draw the bars of a panel, with their times at the ends."""
+    """Draw the bars of a panel, with their times at the ends.
+
+    Args:
+        axes: the panel.
+        bars: the bars, from top to bottom.
+        title: the title of the panel.
+    """
     positions = range(len(bars))
     drawn_bars = axes.barh(positions, [bar.ms for bar in bars], color="#9ecae1")
     axes.barh(positions, [bar.ms * (bar.busy or 0) for bar in bars], color="#2171b5")

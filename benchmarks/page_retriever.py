@@ -193,7 +193,14 @@ def _save_pages(
     folder: Path,
     seeds: Sequence[int],
 ) -> list[tuple[str, ...]]:
-    """Draw the pages of some seeds into a folder, and return their words."""
+    """Draw the pages of some seeds into a folder, and return their words.
+
+    Args:
+        form: sizes of the pages.
+        vocabulary: the words.
+        folder: the folder.
+        seeds: a seed for each page.
+    """
     words = []
     for seed in seeds:
         page = page_of_seed(form, vocabulary, seed)

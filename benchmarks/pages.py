@@ -54,7 +54,12 @@ MAX_ERROR = 2e-3  # relative, of vectors in fp16 and of scores of int8 tokens
 
 
 def seconds_of(function: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the median seconds of a call, until the device has finished, after a first call."""
+    """Return the median seconds of a call, until the device has finished, after a first call.
+
+    Args:
+        function: the call.
+        repeats: the number of timed calls.
+    """
     seconds: list[float] = []
     for _ in range(repeats + 1):
         synchronize()
@@ -286,7 +291,12 @@ def check_vectors(model: Any, contents: dict[str, Any], output: Path) -> None:
 
 
 def time_search(n_pages: int, device: str) -> None:
-    """Print the time of an exact search, and the share of the rate of copies."""
+    """Print the time of an exact search, and the share of the rate of copies.
+
+    Args:
+        n_pages: the number of pages.
+        device: the device.
+    """
     generator = torch.Generator(device).manual_seed(0)
     parts = []
     for start in range(0, n_pages, 1000):
@@ -316,7 +326,17 @@ def time_search(n_pages: int, device: str) -> None:
 
 
 def check_scores(query: Tensor, documents: Any, scores: Tensor, best: Tensor) -> None:
-    """Compare the scores of the best pages with fp64."""
+    """Compare the scores of the best pages with fp64.
+
+    Args:
+        query: token vectors of the query.
+        documents: int8 token vectors of all pages.
+        scores: scores of the best pages, ``[1, k]``.
+        best: numbers of the best pages, ``[1, k]``.
+
+    Raises:
+        RuntimeError: if they differ.
+    """
     chosen = best[0]
     tokens = documents.values[chosen].double() * documents.scales[chosen].double().unsqueeze(-1)
     expected = (query[0].double() @ tokens.transpose(1, 2)).amax(dim=2).sum(dim=1)

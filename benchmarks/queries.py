@@ -75,7 +75,12 @@ def queries_of(count: int, seed: int = 0) -> list[str]:
 
 
 def texts_of(count: int, seed: int = 1) -> list[str]:
-    """Make texts of 1 to 512 tokens: runs of words from the documentation of Python."""
+    """Make texts of 1 to 512 tokens: runs of words from the documentation of Python.
+
+    Args:
+        count: the number of texts.
+        seed: seed of the lengths and of the places of the runs.
+    """
     words = _words()
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, LONGEST_TEXT // 2, count)
@@ -135,7 +140,12 @@ def time_calls(
 
 
 def measure(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Time one query, 32 and all of them with a model, and yield the rows."""
+    """Time one query, 32 and all of them with a model, and yield the rows.
+
+    Args:
+        case: the case.
+        options: the options of the command line.
+    """
     device = options.device
     queries = queries_of(BULK_QUERIES)
     with tempfile.TemporaryDirectory() as folder:

@@ -201,7 +201,12 @@ def train(job: Job, config: Config, collection: Collection, folder: Path) -> dic
 
 
 def load(folder: Path, config: Config) -> Any:
-    """Load a trained model as a user does."""
+    """Load a trained model as a user does.
+
+    Args:
+        folder: the folder of the model.
+        config: the configuration of the recipe.
+    """
     if isinstance(config, ColbertRecipe):
         from sentence_transformers import MultiVectorEncoder
 
@@ -213,6 +218,11 @@ def load(folder: Path, config: Config) -> Any:
 
 def measure(model: Any, config: Config, collection: Collection) -> dict[str, Any]:
     """Evaluate a model on the evaluation split.
+
+    Args:
+        model: the model.
+        config: the configuration of the recipe.
+        collection: the collection.
 
     Returns:
         nDCG@10, recall, milliseconds per query, and for sparse models active terms.

@@ -75,6 +75,10 @@ def measure_cell(rows: Sequence[dict[str, str]], name: str) -> str:
     """Return the mean of a measure, and ``±`` its standard deviation if there are several seeds.
 
     Numbers have three decimals and no zero before the point.
+
+    Args:
+        rows: the rows of all seeds.
+        name: the column of the measure.
     """
     values = _values(rows, name)
     if not values:

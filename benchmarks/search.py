@@ -88,6 +88,10 @@ class Measured:
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     """Measure all engines on a number of documents.
 
+    Args:
+        case: the number of documents and the engines.
+        options: the options of the command line.
+
     Yields:
         The rows. The exact index is first, since it gives the truth.
     """

@@ -131,6 +131,11 @@ def measure_maxsim(
     """Time MaxSim over all documents in memory, padded and packed.
 
     If the case has ``peer``, torch's products and maxima in bf16 are timed too.
+
+    Args:
+        case: the case.
+        n_documents: the number of documents.
+        device: the device.
     """
     length = case.numbers["length"]
     documents = make_tokens(n_documents, length, DIMS, 0, device)
@@ -461,6 +466,11 @@ def measure_sparse(
     """Time searches of sparse vectors with one query and with a batch.
 
     Queries are on the device or on the CPU. The baseline is torch's CSR matrix.
+
+    Args:
+        case: the case.
+        n_documents: the number of documents.
+        device: the device.
     """
     search = _SparseSearch.make(n_documents, device)
     single_goal, batch_goal = case.numbers["goals"]
@@ -636,6 +646,12 @@ class _TextSearch:
     """
 
     def __init__(self, n_documents: int, device: torch.device) -> None:
+        """Create an index with random documents, a model, and the texts of queries.
+
+        Args:
+            n_documents: the size of the index.
+            device: the device of the index and of the model.
+        """
         from tilefold.integrations.sentence_transformers import accelerate
 
         is_tiny = n_documents <= TINY_DOCUMENTS

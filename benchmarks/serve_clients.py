@@ -63,7 +63,12 @@ class Measured:
 
 
 def request(path: str, body: Any) -> bytes:
-    """Return a POST of JSON on a connection that stays open."""
+    """Return a POST of JSON on a connection that stays open.
+
+    Args:
+        path: the path.
+        body: what is sent as JSON.
+    """
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\n"
@@ -107,6 +112,14 @@ class _Client(asyncio.Protocol):
         until: float,
         measured: Measured,
     ) -> None:
+        """Prepare a client, which begins when it is connected.
+
+        Args:
+            requests: the requests, which are sent one after another, and again from the first one.
+            first: position of the first request that is sent.
+            until: when the client ends, by the clock of ``time.perf_counter``.
+            measured: receives the times.
+        """
         self._requests = requests
         self._next_request = first
         self._until = until
@@ -241,7 +254,12 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
-    """Wait until a server prints its address, and return the port."""
+    """Wait until a server prints its address, and return the port.
+
+    Args:
+        process: the process of the server.
+        log: the file with its output.
+    """
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         address = re.search(rf"http://{re.escape(HOST)}:(\d+)", log.read_text(errors="replace"))

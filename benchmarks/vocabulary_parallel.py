@@ -109,6 +109,10 @@ def step(leaves: list[Tensor], dscores: Tensor) -> list[Tensor]:
 def check(whole: list[Tensor], divided: list[Tensor]) -> None:
     """Compare the results of :func:`step` of both heads.
 
+    Args:
+        whole: results of the head on one rank.
+        divided: results of the divided head.
+
     Raises:
         RuntimeError: if they differ by more than their budget.
     """

@@ -149,6 +149,11 @@ def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
     """Save a random ModernBERT and its tokenizer, and return its configuration.
 
     Its word vectors are those of MiniLM.
+
+    Args:
+        folder: folder of the model.
+        setting: sizes of the model.
+        seed: seed of the random weights.
     """
     tokenizer = AutoTokenizer.from_pretrained(minilm_path())
     tokenizer.model_max_length = setting.length
@@ -200,7 +205,12 @@ def prepare(model: Any, attention: tuple[str, float, float]) -> list[Any]:
 
 
 def options(setting: Setting, seed: int) -> dict[str, Any]:
-    """Arguments that both trainers share."""
+    """Return the training arguments that both trainers share.
+
+    Args:
+        setting: sizes of the model and of the training.
+        seed: seed of the training.
+    """
     return {
         "max_steps": setting.steps,
         "per_device_train_batch_size": setting.batch_size,
@@ -233,7 +243,19 @@ def retrieval(
     attention: tuple[str, float, float],
     seed: int,
 ) -> Row:
-    """A single-vector encoder: mean of the last states, cosine, in-batch negatives."""
+    """Train and evaluate a single-vector retriever.
+
+    A text is the mean of its last states, scores are cosines, and negatives are those of the batch.
+
+    Args:
+        folder: folder of the base model.
+        config: its configuration.
+        collection: documents, queries and judgements.
+        setting: sizes of the model and of the training.
+        attention: name of the attention, its alpha, and the share of steps in which alpha is
+            annealed.
+        seed: seed of the training.
+    """
     torch.manual_seed(seed)
     model = SentenceTransformer(
         modules=[
@@ -293,7 +315,17 @@ def classification(
     attention: tuple[str, float, float],
     seed: int,
 ) -> Row:
-    """Which module a docstring belongs to."""
+    """Train and evaluate a classifier that predicts the module of a docstring.
+
+    Args:
+        folder: folder of the base model.
+        config: its configuration.
+        collection: the docstrings.
+        setting: sizes of the model and of the training.
+        attention: name of the attention, its alpha, and the share of steps in which alpha is
+            annealed.
+        seed: seed of the training.
+    """
     torch.manual_seed(seed)
     model = ModernBertForSequenceClassification.from_pretrained(str(folder), config=config)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -346,7 +378,17 @@ def row(
     sparsity: SparsityRecord | None,
     seconds: float,
 ) -> Row:
-    """One line of the table."""
+    """Return one row of the table.
+
+    Args:
+        task: name of the task.
+        attention: name of the attention, its alpha, and the share of steps in which alpha is
+            annealed.
+        measure: name of the measure.
+        value: its value.
+        sparsity: counts of weights, or ``None`` for softmax.
+        seconds: time of a training step.
+    """
     total = None if sparsity is None else sparsity.total
     nonzero, support = (None, None) if total is None else (total.nonzero[0], total.mean_support[0])
     return Row(task, attention[0], attention[1], measure, value, nonzero, support, seconds)

@@ -132,6 +132,11 @@ def _long_text(contents: Sequence[str], start: int, characters: int) -> str:
     """Join documents from a position on, until they have a number of characters.
 
     After the last document come the first ones.
+
+    Args:
+        contents: texts of all documents.
+        start: position of the first document.
+        characters: the least number of characters.
     """
     texts: list[str] = []
     n_characters = 0
@@ -162,6 +167,15 @@ class Batches:
         device: torch.device,
         query_length: int = QUERY_LENGTH,
     ) -> None:
+        """Tokenise the pairs.
+
+        Args:
+            encoder: the model.
+            pairs: queries and documents.
+            length: tokens of a document.
+            device: the device of the features.
+            query_length: tokens of a query.
+        """
         self.queries = _prepare(encoder, [query for query, _ in pairs], query_length, device)
         self.documents = _prepare(encoder, [text for _, text in pairs], length, device)
         self._pool = len(pairs)
@@ -193,7 +207,14 @@ class Batches:
 
 
 def _prepare(encoder: Any, texts: list[str], length: int, device: torch.device) -> dict[str, Any]:
-    """Tokenize texts with a limit of tokens, and copy the features to the device."""
+    """Tokenize texts with a limit of tokens, and copy the features to the device.
+
+    Args:
+        encoder: the model.
+        texts: the texts.
+        length: the largest number of tokens of a text.
+        device: the device.
+    """
     previous_length = encoder.max_seq_length
     encoder.max_seq_length = length
     try:

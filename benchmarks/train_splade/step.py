@@ -66,6 +66,13 @@ class TrainingStep:
     """
 
     def __init__(self, encoder: Any, *, bf16: bool, learning_rate: float = 0.0) -> None:
+        """Create a stock trainer, of which only the model and the optimizer are used.
+
+        Args:
+            encoder: the model.
+            bf16: whether to train under bf16 autocast.
+            learning_rate: the learning rate. With 0, the weights do not change.
+        """
         from datasets import Dataset
         from sentence_transformers.sparse_encoder import (
             SparseEncoderTrainer,

@@ -36,7 +36,13 @@ class EntmaxInputs(spec.Inputs):
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> EntmaxInputs:
-    """Create normally distributed scores, and the gradient of their probabilities."""
+    """Create normally distributed scores, and the gradient of their probabilities.
+
+    Args:
+        case: shape and dtype.
+        device: the device of the tensors.
+        seed: seed of the random numbers.
+    """
     normal, _ = spec.random_tensors(device, seed)
     shape = (case.dims["R"], case.dims["N"])
     dtype = spec.DTYPES[case.dtype]

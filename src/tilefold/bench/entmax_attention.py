@@ -150,6 +150,10 @@ def make_gate(case: spec.BenchCase, inputs: AttentionInputs) -> spec.Gate:
     Nearly equal keys cancel in dq, which magnifies the rounding errors of any kernel with 16-bit
     products. The error of dq that these roundings cause in otherwise exact arithmetic is computed,
     and 1.5 times this error is allowed if it exceeds the usual budget.
+
+    Args:
+        case: the case.
+        inputs: its inputs.
     """
     dout = inputs.grad_output
     n = dout.size(2)

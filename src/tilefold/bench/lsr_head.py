@@ -143,6 +143,10 @@ def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
 
     A gradient depends on which token has the largest logit, and on whether that logit is positive.
     If rounding may change this for a score, its gradient in ``inputs.grad_output`` is set to 0.
+
+    Args:
+        case: the case.
+        inputs: its inputs.
     """
     B, V = inputs.grad_output.shape
     device = inputs.grad_output.device

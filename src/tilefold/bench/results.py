@@ -78,7 +78,12 @@ def driver_version() -> str:
 
 
 def _output(command: list[str], cwd: Path | None = None) -> str:
-    """Return the output of a program, or ``""`` if it is missing or fails."""
+    """Return the output of a program, or ``""`` if it is missing or fails.
+
+    Args:
+        command: the program with its arguments.
+        cwd: the folder in which it runs.
+    """
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         process = subprocess.run(  # noqa: S603
             command,

@@ -347,6 +347,13 @@ def _token_scatter(
     """Return the scores of tilefold's scatter.
 
     The ignored ids are passed as Python numbers, not as the tensor that baselines use.
+
+    Args:
+        weights: weights of the tokens.
+        ids: ids of the tokens.
+        _ignored_ids: not used.
+        vocab_size: the number of columns.
+        impl: the implementation.
     """
     return token_scatter(weights, ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
 

@@ -92,7 +92,12 @@ def kernel_of(
 
 
 def _head_kernel(capability: tuple[int, int], device: torch.device | None) -> Kernels:
-    """Return the kernels of ``lsr_head``; see :func:`kernel_of`."""
+    """Return the kernels of ``lsr_head``; see :func:`kernel_of`.
+
+    Args:
+        capability: compute capability of the device.
+        device: the device.
+    """
     failures: dict[str, str] = {}  # why a kernel failed to build on the device, by its name
     for kernel in (head.BY_TMA, head.BY_ROLES):
         reason = None if device is None else failure_of(kernel, device)

@@ -196,7 +196,12 @@ def _tokenizer(words: Sequence[str], image_tokens: Sequence[str]) -> Any:
 
 
 def _text_sizes(size: PageModelSize, vocab_size: int) -> dict[str, Any]:
-    """Return the options of a language model."""
+    """Return the options of a language model.
+
+    Args:
+        size: sizes of the model.
+        vocab_size: the size of the vocabulary.
+    """
     return {
         "vocab_size": vocab_size,
         "hidden_size": size.hidden_size,
@@ -224,7 +229,12 @@ def _siglip_sizes(size: PageModelSize) -> dict[str, Any]:
 
 
 def _colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
-    """Return a random ColPali model and its processor: a fixed grid of patches."""
+    """Return a random ColPali model and its processor: a fixed grid of patches.
+
+    Args:
+        size: sizes of the model.
+        tokenizer: its tokenizer.
+    """
     from transformers import (
         ColPaliConfig,
         ColPaliForRetrieval,
@@ -264,7 +274,12 @@ def _colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _colqwen2(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
-    """Return a random ColQwen2 model and its processor: patches by the size of the image."""
+    """Return a random ColQwen2 model and its processor: patches by the size of the image.
+
+    Args:
+        size: sizes of the model.
+        tokenizer: its tokenizer.
+    """
     from transformers import (
         ColQwen2Config,
         ColQwen2ForRetrieval,
@@ -326,7 +341,12 @@ def _mrope_section(head_dim: int) -> list[int]:
 
 
 def _colmodernvbert(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
-    """Return a random ColModernVBERT model and its processor: tiles and a global image."""
+    """Return a random ColModernVBERT model and its processor: tiles and a global image.
+
+    Args:
+        size: sizes of the model.
+        tokenizer: its tokenizer.
+    """
     from transformers import (
         ColModernVBertConfig,
         ColModernVBertForRetrieval,

@@ -228,6 +228,10 @@ class Operator(Generic[TensorsT, OptionsT]):
 
         In a trace the implementation is not resolved: the device is unknown there, and the
         registered operator chooses when it runs.
+
+        Args:
+            tensors: tensors of the call.
+            impl: the argument ``impl`` of the call.
         """
         if torch.compiler.is_compiling():
             check_choice("impl", impl, IMPLS)
@@ -338,7 +342,12 @@ class Operator(Generic[TensorsT, OptionsT]):
         return None if call.program is None else call.program(*inputs)
 
     def _run_tiled(self, call: Pass, inputs: Values) -> Results:
-        """Run the tiled path."""
+        """Run the tiled path.
+
+        Args:
+            call: the pass.
+            inputs: the arguments of :meth:`compute`.
+        """
         results: Results
         if call.backward:
             output_grad, saved, main_grads = self._backward_inputs(inputs)

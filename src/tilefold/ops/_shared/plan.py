@@ -243,7 +243,12 @@ class PlanBuilder:
         parameters: Mapping[str, Any] = {},
         tensors: Mapping[str, str] = {},
     ) -> None:
-        """Start a plan without buffers and steps."""
+        """Start a plan without buffers and steps.
+
+        Args:
+            parameters: values by the names of kernels' parameters.
+            tensors: tensors of the call by name.
+        """
         self.parameters = dict(parameters)
         self._tensors = tensors
         self._replacements: dict[str, str] = {}
@@ -269,7 +274,13 @@ class PlanBuilder:
         shape: Iterable[int],
         dtype: torch.dtype = torch.float32,
     ) -> str:
-        """Add a contiguous buffer, and return its name."""
+        """Add a contiguous buffer, and return its name.
+
+        Args:
+            name: its name.
+            shape: its shape.
+            dtype: its dtype.
+        """
         self._buffers[name] = Buffer(tuple(shape), dtype)
         return name
 

@@ -30,6 +30,10 @@ def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
     The unknown is ``log p_max``. Bisection finds it without gradients. Newton steps add its
     derivatives.
 
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+
     Returns:
         ``[R, n]`` probabilities in the dtype of ``x``.
     """

@@ -179,7 +179,12 @@ def _check_layout(tensors: AttentionTensors) -> None:
 
 
 def _check_alpha(alpha: Tensor, n_heads: int) -> None:
-    """Check that a tensor of alphas has a floating dtype, and one number or one per head."""
+    """Check that a tensor of alphas has a floating dtype, and one number or one per head.
+
+    Args:
+        alpha: the tensor.
+        n_heads: the number of heads.
+    """
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     count = alpha.numel()
     # Not `count in (1, n_heads)`: torch.compile answers that without looking at symbolic sizes.
@@ -224,7 +229,12 @@ def _check_count(name: str, value: int | None) -> int | None:
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:
-    """Return the factor of the products, ``D ** -0.5`` by default."""
+    """Return the factor of the products, ``D ** -0.5`` by default.
+
+    Args:
+        scale: the argument of the call.
+        q: the queries.
+    """
     if scale is None:
         default: float = q.size(-1) ** -0.5
         return default

@@ -181,7 +181,12 @@ def sequence_groups(tensors: AttentionTensors, max_scores: int) -> Iterator[Sequ
 
 
 def _groups_of_padded(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
-    """Divide a padded batch into groups of neighbouring sequences; see :func:`sequence_groups`."""
+    """Divide a padded batch into groups of neighbouring sequences; see :func:`sequence_groups`.
+
+    Args:
+        tensors: tensors of the call.
+        max_scores: the largest number of scores of a group of several sequences.
+    """
     batch, n_heads, n_queries, _ = tensors.q.shape
     mask = tensors.key_padding_mask
     scores_per_sequence = n_heads * n_queries * tensors.k.size(2)
@@ -264,6 +269,10 @@ def check_values(tensors: AttentionTensors, options: AttentionOptions) -> None:
     """Check the values of alphas and of packed offsets.
 
     Alphas are checked on the CPU only. Reading offsets waits for a GPU.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
 
     Raises:
         ValueError: if an alpha is outside [1, 2], offsets do not divide the rows, or a sequence has

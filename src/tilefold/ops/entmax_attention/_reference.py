@@ -48,7 +48,12 @@ def attention(tensors: AttentionTensors, options: AttentionOptions) -> Tensor:
 
 
 def attention_with_rows(tensors: AttentionTensors, options: AttentionOptions) -> OutputAndRows:
-    """Compute the output, and thresholds and support sizes of its rows."""
+    """Compute the output, and thresholds and support sizes of its rows.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+    """
     check_values(tensors, options)
     q = tensors.q
     out = torch.zeros_like(q)

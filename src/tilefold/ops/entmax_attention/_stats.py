@@ -159,6 +159,10 @@ def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor
     Causality and a window leave each query a range of keys. The count is the length of this range,
     or with a mask the number of unmasked keys in it.
 
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+
     Returns:
         int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``).
     """

@@ -49,6 +49,11 @@ def forward(
     may attend to, the output is ``sum over j of entmax(s)_j * v_j``. Dropout multiplies the
     probabilities by factors before the sum.
 
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether a backward pass may follow, which reads the statistics.
+
     Returns:
         The four results of the operator: output, second output, statistics, and map of live
         blocks. The output is shaped like ``q``. Statistics are ``[4, B, H, Nq]``: largest score,

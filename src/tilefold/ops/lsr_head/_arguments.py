@@ -197,7 +197,12 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
-    """Raise ``ValueError`` if a gradient is needed with a quantised weight."""
+    """Raise ``ValueError`` if a gradient is needed with a quantised weight.
+
+    Args:
+        tensors: tensors of the call.
+        main_grad: buffer to which the gradient of the weight would be added, or ``None``.
+    """
     others = [tensors.hidden] if tensors.bias is None else [tensors.hidden, tensors.bias]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in others):
         raise ValueError(

@@ -19,6 +19,10 @@ def lsr_head(tensors: HeadTensors, options: HeadOptions) -> Tensor:
 
     Max and one-token poolings select one token for each score, and activate its logit. Sum and mean
     poolings activate all logits. A sequence without valid tokens scores 0.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
     """
     if tensors.weight_scale is not None:
         return _quantized_scores(tensors, options)

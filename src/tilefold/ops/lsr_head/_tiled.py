@@ -341,7 +341,12 @@ def _sum_of_rows(
 
 
 def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
-    """Compute the scores ``[B, V]`` of sum and mean pooling, one tile of logits at a time."""
+    """Compute the scores ``[B, V]`` of sum and mean pooling, one tile of logits at a time.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+    """
     packed = pack_rows(tensors.tokens)
     bias = tensors.bias
     scores = packed.rows.new_zeros(tensors.tokens.batch, tensors.weight.size(0))

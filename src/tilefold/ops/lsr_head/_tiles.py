@@ -234,6 +234,10 @@ def _equal_lengths(offsets: list[int], piece: Piece) -> Iterator[tuple[int, int]
     """Yield the first and the end of each range of adjacent sequences of equal length, not 0.
 
     The logits of such a range can be viewed as ``[sequences, tokens, columns]``.
+
+    Args:
+        offsets: the first row of each sequence, and the end of the last one.
+        piece: the sequences of a tile.
     """
     first = piece.first_sequence
     while first < piece.end_sequence:

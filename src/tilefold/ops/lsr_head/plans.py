@@ -291,6 +291,10 @@ def _check_hopper_kernel(dtype: torch.dtype, setting: Setting) -> None:
 
     The operator catches the error, warns once, and records the plan again without this kernel.
 
+    Args:
+        dtype: dtype of the products.
+        setting: facts about the device.
+
     Raises:
         KernelUnavailableError: if Triton lacks warp specialisation.
     """
@@ -497,7 +501,12 @@ def _add_rounding(builder: HeadPlanBuilder, rows: _Rows) -> None:
 
 
 def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
-    """Add the kernel that marks the scores that can be positive, by a product of int8."""
+    """Add the kernel that marks the scores that can be positive, by a product of int8.
+
+    Args:
+        builder: the recorder of the plan.
+        rows: the packed token states.
+    """
     from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
     from tilefold.ops.lsr_head._triton import screen_hopper
 
@@ -638,6 +647,10 @@ def _add_max_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
     """Add the kernels that compute the gradients of max pooling.
 
     A score passes its gradient on only to its winner, the token whose logit is the maximum.
+
+    Args:
+        builder: the recorder of the plan.
+        needs: which gradients are needed.
     """
     if builder.vocab > max_backward.MAX_VOCAB:
         raise ValueError(
@@ -696,6 +709,10 @@ def _add_max_dweight(builder: HeadPlanBuilder, needs: Needs) -> None:
 
     Each program instance computes tiles of the weight's gradient, one after another. It lists the
     winners of a tile in scratch memory that no other instance uses.
+
+    Args:
+        builder: the recorder of the plan.
+        needs: which gradients are needed.
     """
     config = configs.constants_of(
         configs.DWEIGHT,
@@ -725,6 +742,10 @@ def _add_sum_forward(builder: HeadPlanBuilder, training: bool) -> None:
     """Add the kernel that computes the scores of sum and mean pooling.
 
     The scores are NaN if ``cu_seqlens`` is invalid, which another kernel checks before.
+
+    Args:
+        builder: the recorder of the plan.
+        training: whether a backward pass may follow.
     """
     config = configs.constants_of(configs.SUM, builder.dtype, builder.setting)
     builder.skip_result("winners")

@@ -263,6 +263,10 @@ def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
 
     Aligned documents are as many as queries. Grouped documents are ``[Nq, N, Ld, D]`` if they are
     padded. If they are packed, the first ``N`` documents belong to the first query, and so on.
+
+    Args:
+        pairing: which pairs are scored.
+        tensors: tensors of the call.
     """
     n_queries, n_documents = sequence_counts(tensors)
     if pairing == "aligned" and n_queries != n_documents:

@@ -38,7 +38,12 @@ def _plans() -> ModuleType:
 
 
 def by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
-    """Compute the scores by the reference, whose operations autograd records."""
+    """Compute the scores by the reference, whose operations autograd records.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+    """
     problem = Problem.of(tensors, options)
     scale = problem.document_scale
     with torch.autocast(problem.queries.device.type, enabled=False):
@@ -70,6 +75,10 @@ def _impl_for_fp8(queries: Tensor, impl: str) -> str:
 
     Kernels need a GPU of compute capability 8.9. For another GPU, ``"auto"`` warns once and chooses
     ``"tiled"``.
+
+    Args:
+        queries: the queries.
+        impl: the argument ``impl`` of the call.
 
     Raises:
         TypeError: for ``"triton"`` on another GPU.

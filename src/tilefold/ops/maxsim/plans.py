@@ -894,7 +894,12 @@ def _slices_of_document(problem: Problem, config: Constants) -> int:
 
 
 def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
-    """Add the launches that compute the gradient of documents, or of queries."""
+    """Add the launches that compute the gradient of documents, or of queries.
+
+    Args:
+        builder: the recorder of the plan.
+        of_documents: whether the gradient is that of documents; otherwise that of queries.
+    """
     problem = builder.problem
     name = "documents" if of_documents else "queries"
     rows = problem.documents if of_documents else problem.queries
@@ -943,7 +948,12 @@ def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
 
 
 def _add_pair_order(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
-    """Add the torch steps that sort listed pairs by document, or by query."""
+    """Add the torch steps that sort listed pairs by document, or by query.
+
+    Args:
+        builder: the recorder of the plan.
+        of_documents: whether pairs are sorted by document; otherwise by query.
+    """
     problem = builder.problem
     name = "documents" if of_documents else "queries"
     column = 1 if of_documents else 0

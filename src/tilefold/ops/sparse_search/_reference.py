@@ -22,6 +22,10 @@ def scores(tensors: SearchTensors, options: SearchOptions) -> Tensor:
     """Compute the scores ``[Nq, N]`` in fp32: sums of products in fixed point.
 
     The score is 0 for a document that shares no term with the query.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
     """
     result = tensors.weights.new_zeros(tensors.terms.size(0), options.n_documents)
     queries = zip(tensors.terms.long(), tensors.weights, strict=True)
@@ -115,6 +119,10 @@ def topk(tensors: SearchTensors, options: SearchOptions) -> tuple[Tensor, Tensor
     Equal scores are in the order of the documents. If fewer documents have a positive score, the
     remaining scores are 0 and the remaining documents -1.
 
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+
     Returns:
         ``[Nq, k]`` int32 with the bits of the fp32 scores, which is how the kernels return them,
         and ``[Nq, k]`` int64 documents.
@@ -144,6 +152,10 @@ def topk_of_dense(
     """Return what :func:`topk` returns for dense queries, and the number of their terms.
 
     A query with a weight that is negative, infinite or NaN finds nothing, and has -1 terms.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
 
     Returns:
         ``[Nq, k]`` int32 bits of the scores, ``[Nq, k]`` int64 documents, and ``[Nq]`` int32

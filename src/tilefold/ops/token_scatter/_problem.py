@@ -73,6 +73,11 @@ def outputs(
     """Return shapes and dtypes of the results: scores ``[B, V]``, and ``counted``.
 
     ``counted`` marks the tokens that have a gradient. It is empty without training.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether a backward pass may follow, which reads ``counted``.
     """
     scores = Buffer((tensors.batch, options.vocab_size), options.out_dtype)
     counted = Buffer(tensors.weights.shape if training else (0,), torch.uint8)

@@ -72,6 +72,10 @@ def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
 
     Packed sequences are padded first. The values of ids and offsets are checked, which synchronises
     with a GPU.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
     """
     weights, ids, valid = _padded(tensors, checked_valid_tokens(tensors, options))
     out_dtype = options.out_dtype

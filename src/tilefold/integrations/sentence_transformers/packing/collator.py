@@ -55,7 +55,12 @@ class _ForwardMode(NamedTuple):
 
 
 def _forward_mode(transformer: Transformer, device_type: str) -> _ForwardMode:
-    """Return the mode in which a forward of a Transformer would run now."""
+    """Return the mode in which a forward of a Transformer would run now.
+
+    Args:
+        transformer: the Transformer.
+        device_type: the type of its device, such as ``"cuda"``.
+    """
     return _ForwardMode(
         transformer_id=id(transformer),
         is_training=transformer.training,

@@ -282,7 +282,13 @@ class PackedInputs(Replacement):
         prompt: str | None,
         kwargs: dict[str, object],
     ) -> Features:
-        """Call the stock ``preprocess``."""
+        """Tokenise texts with the stock ``preprocess``.
+
+        Args:
+            inputs: the texts.
+            prompt: text that is put before every text.
+            kwargs: other arguments of ``Transformer.preprocess``.
+        """
         preprocess = type(self.owner).preprocess
         features: Features = preprocess(self.owner, inputs, prompt=prompt, **kwargs)
         return features

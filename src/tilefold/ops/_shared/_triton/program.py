@@ -57,7 +57,15 @@ class Program:
         device: torch.device,
         aligned: bool,
     ) -> None:
-        """Lay out the memory of a plan, and replace the names in its steps by positions."""
+        """Lay out the memory of a plan, and replace the names in its steps by positions.
+
+        Args:
+            plan: the plan.
+            input_names: names of the tensors that a call passes, in their order.
+            results: shapes of the results by name; ``None`` for a result that does not exist.
+            device: the device.
+            aligned: whether all inputs begin at multiples of 16 bytes.
+        """
         layout = _layout_memory(plan, input_names, results)
         self.steps, result_positions = _bind_steps(plan, layout, results, device)
         self.bound = False
@@ -288,6 +296,12 @@ def _bind_steps(
     device: torch.device,
 ) -> tuple[list[_ProgramStep], list[int]]:
     """Replace the names in a plan's steps by positions.
+
+    Args:
+        plan: the plan.
+        layout: the layout of its memory.
+        results: shapes of the results by name; ``None`` for a result that does not exist.
+        device: the device.
 
     Returns:
         The steps, and the positions of the results in the list of tensors. A plan without steps
