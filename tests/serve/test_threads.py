@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from tilefold.serve.threads import DaemonPool
+from tilefold.serve.threads import DaemonPool, switch_interval
 
 ERROR = RuntimeError("closing")
 
@@ -145,3 +146,15 @@ def test_closing_refuses_waiting_calls_and_abandons_those_that_run() -> None:
     assert pool.close(ERROR, 5)
     with pytest.raises(RuntimeError, match="expected an open pool"):
         pool.submit(len, ())
+
+
+def test_the_shortest_switch_interval_of_all_open_contexts_applies() -> None:
+    before = sys.getswitchinterval()
+    long, short = switch_interval(before / 4), switch_interval(before / 8)
+    with long:
+        short.__enter__()
+        assert sys.getswitchinterval() == pytest.approx(before / 8)
+    # The outer context ended first, as those of two indexes that are opened at the same time.
+    assert sys.getswitchinterval() == pytest.approx(before / 8)
+    short.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(before)

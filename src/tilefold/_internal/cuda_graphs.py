@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -28,13 +29,14 @@ class GraphMemory:
     a time.
 
     Attributes:
-        pool: the handle of the memory pool.
         stream: the CUDA stream of warm-ups and captures. Replays run on the caller's stream.
     """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        # The graphs that were captured in the pool and still exist.
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -73,8 +75,9 @@ class GraphMemory:
         if releases_cache or _most_free_memory_is_cached(self.stream.device):
             torch.cuda.synchronize(self.stream.device)
             torch.cuda.empty_cache()
+        self._replace_freed_pool()
         with garbage_collection_paused(), torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException:
@@ -83,6 +86,15 @@ class GraphMemory:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        self._graphs.add(graph)
+
+    def _replace_freed_pool(self) -> None:
+        """Take a new pool if no graph uses the pool any more.
+
+        torch frees a pool with its last graph, and refuses to capture in it from then on.
+        """
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
 
 
 def _most_free_memory_is_cached(device: torch.device) -> bool:

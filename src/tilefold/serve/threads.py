@@ -181,18 +181,30 @@ class DaemonPool:
         return True
 
 
+# The intervals of all contexts that are open, and Python's interval without them.
+_open_intervals: list[float] = []
+_interval_of_python = 0.0
+_intervals_lock = threading.Lock()
+
+
 @contextmanager
 def switch_interval(seconds: float) -> Iterator[None]:
-    """Set how long a thread may compute in Python before another one runs, within the context.
+    """Limit how long a thread may compute in Python before another one runs, within the context.
 
-    It applies to all threads of the process.
+    It applies to all threads of the process. Of several open contexts, the shortest time applies.
 
     Args:
         seconds: the time; Python's default is 0.005.
     """
-    previous = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
+    global _interval_of_python  # noqa: PLW0603 - it belongs to the process
+    with _intervals_lock:
+        if not _open_intervals:
+            _interval_of_python = sys.getswitchinterval()
+        _open_intervals.append(seconds)
+        sys.setswitchinterval(min(_open_intervals))
     try:
         yield
     finally:
-        sys.setswitchinterval(previous)
+        with _intervals_lock:
+            _open_intervals.remove(seconds)
+            sys.setswitchinterval(min(_open_intervals, default=_interval_of_python))

@@ -107,3 +107,18 @@ def test_an_error_in_a_capture_is_raised_and_later_captures_work() -> None:
         result = numbers + 1
     graph.replay()
     assert result.tolist() == [1.0] * 8
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_after_all_earlier_ones_were_deleted() -> None:
+    """torch frees the memory pool of graphs with the last one of them."""
+    numbers = torch.zeros(8, device="cuda")
+    memory = GraphMemory()
+    first = capture(memory, numbers)
+    second = capture(memory, numbers)
+    del first, second
+    third = capture(memory, numbers)
+    fourth = capture(memory, numbers)
+    third.replay()
+    fourth.replay()
+    torch.cuda.synchronize()
