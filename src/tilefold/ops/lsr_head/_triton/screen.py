@@ -35,10 +35,14 @@ SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 N_SAMPLED = tl.constexpr(0)
 N_MARKED = tl.constexpr(1)
 BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
-# From this offset on the state has four numbers per sequence: the largest entry, the norm and the
-# error of the rounded rows, and the number of listed columns. Each is stored for all sequences.
+# From this offset on, the state has four numbers for each of the B sequences. Those with number i
+# begin at ``STATE + i * B``.
 STATE = tl.constexpr(4)
 PER_SEQUENCE = tl.constexpr(4)
+LARGEST_ENTRY = tl.constexpr(0)  # of the token states
+ROW_NORM = tl.constexpr(1)  # the largest norm of the rounded token states
+ROW_ERROR = tl.constexpr(2)  # the largest norm of their errors
+N_LISTED = tl.constexpr(3)  # columns that are listed
 BLOCK_LIST = 1024  # columns of a sequence that an instance lists
 
 
@@ -220,7 +224,7 @@ def largest_kernel(
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-        _largest(state_ptr, STATE + seq, x.to(tl.float32))
+        _largest(state_ptr, STATE + LARGEST_ENTRY * B + seq, x.to(tl.float32))
 
 
 @triton.jit
@@ -351,7 +355,10 @@ def round_kernel(
             row = (group - n_weight_groups) * GROUP
             # The last row decides, since empty sequences may begin at the first one.
             seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
-            scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
+            scale = (
+                tl.load(state_ptr + STATE + LARGEST_ENTRY * B + seq).to(tl.float32, bitcast=True)
+                / LEVELS
+            )
             r = (row + tl.arange(0, GROUP)).to(tl.int64)
             d = tl.arange(0, BLOCK_D)
             offs = r[:, None] * D + d[None, :]
@@ -359,8 +366,8 @@ def round_kernel(
             x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
             rounded, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
             tl.store(values_ptr + offs, rounded, mask=inside)
-            _largest(state_ptr, STATE + B + seq, norm)
-            _largest(state_ptr, STATE + 2 * B + seq, error)
+            _largest(state_ptr, STATE + ROW_NORM * B + seq, norm)
+            _largest(state_ptr, STATE + ROW_ERROR * B + seq, error)
 
 
 @triton.jit
@@ -397,9 +404,9 @@ def may_be_positive(
         D: hidden dimension.
         HAS_BIAS: whether there is a bias.
     """
-    s = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
-    norm = tl.load(state_ptr + STATE + B + seq).to(tl.float32, bitcast=True)
-    error = tl.load(state_ptr + STATE + 2 * B + seq).to(tl.float32, bitcast=True)
+    s = tl.load(state_ptr + STATE + LARGEST_ENTRY * B + seq).to(tl.float32, bitcast=True) / LEVELS
+    norm = tl.load(state_ptr + STATE + ROW_NORM * B + seq).to(tl.float32, bitcast=True)
+    error = tl.load(state_ptr + STATE + ROW_ERROR * B + seq).to(tl.float32, bitcast=True)
     scale = s * tl.load(terms_ptr + offs_v, mask=mask_v, other=0.0) * logit_scale
     weight_norm = tl.load(terms_ptr + V + offs_v, mask=mask_v, other=0.0)
     weight_error = tl.load(terms_ptr + 2 * V + offs_v, mask=mask_v, other=0.0)
@@ -473,7 +480,7 @@ def list_kernel(
         total = tl.sum(marked)
         if total > 0:
             # Reserve space in the list of the sequence.
-            base = tl.atomic_add(state_ptr + STATE + 3 * B + b, total, sem="relaxed")
+            base = tl.atomic_add(state_ptr + STATE + N_LISTED * B + b, total, sem="relaxed")
             tl.store(list_ptr + b * V + base + tl.cumsum(marked) - 1, v, mask=marked != 0)
 
 
@@ -546,7 +553,7 @@ def refine_kernel(
         first_tile = 0
         for b0 in range(0, B, BLOCK_B):
             b = b0 + tl.arange(0, BLOCK_B)
-            counts = tl.load(state_ptr + STATE + 3 * B + b, mask=b < B, other=0)
+            counts = tl.load(state_ptr + STATE + N_LISTED * B + b, mask=b < B, other=0)
             # Number of the tile after the last one of each sequence, ``[BLOCK_B]``.
             ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)
             n_tiles = tl.max(ends)
@@ -557,7 +564,7 @@ def refine_kernel(
             while tile < n_tiles:
                 seq = b0 + tl.sum((ends <= tile).to(tl.int32))
                 tile_in_sequence = tile - tl.max(tl.where(ends <= tile, ends, 0))
-                count = tl.load(state_ptr + STATE + 3 * B + seq)
+                count = tl.load(state_ptr + STATE + N_LISTED * B + seq)
                 list_index = tile_in_sequence * BLOCK_V + tl.arange(0, BLOCK_V)
                 mask_v = list_index < count
                 offs_v = tl.load(list_ptr + seq.to(tl.int64) * V + list_index, mask=mask_v, other=0)
