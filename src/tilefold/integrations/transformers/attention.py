@@ -178,7 +178,7 @@ def _has_plain_mask_options(options: Mapping[str, object]) -> bool:
 
 
 class _AttentionCall(NamedTuple):
-    """Arguments of one call of :func:`tilefold.ops.entmax_attention`, for counts of its sparsity.
+    """Arguments of one call of :func:`tilefold.ops.entmax_attention`, also for its sparsity.
 
     Attributes:
         query: the queries ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
@@ -201,6 +201,63 @@ class _AttentionCall(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     key_padding_mask: Tensor | None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the batch is packed."""
+        return self.cu_seqlens_q is not None
+
+
+def _attention_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    scale: float | None,
+    sliding_window: int | None,
+    is_causal: bool,
+    offsets: tuple[Tensor | None, Tensor | None],
+) -> _AttentionCall:
+    """Convert the arguments of transformers' attention interface to those of the operator.
+
+    Args:
+        module: the attention module.
+        query: the queries ``[B, H, Nq, D]``; ``[1, H, T, D]`` if the tokens are packed.
+        key: the keys ``[B, Hkv, Nk, D]``.
+        attention_mask: the padding mask ``[B, Nk]``, which packed tokens do not need.
+        scale: the factor of the scores.
+        sliding_window: the window of the module.
+        is_causal: whether a query attends to no later keys.
+        offsets: the offsets of packed queries and keys. The tokens are packed if both are tensors.
+
+    Raises:
+        ValueError: if the mask has another shape.
+    """
+    cu_seqlens_q, cu_seqlens_k = offsets
+    key_padding_mask = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        query = packed_heads(query)
+        key = packed_heads(key)
+    else:
+        cu_seqlens_q = None
+        cu_seqlens_k = None
+        key_padding_mask = attention_mask
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; "
+                "pass 2D.",
+            )
+    return _AttentionCall(
+        query=query,
+        key=key,
+        alpha=layer_alpha(module),
+        causal=is_causal,
+        window=largest_distance(module, sliding_window, is_causal),
+        scale=scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        key_padding_mask=key_padding_mask,
+    )
 
 
 def entmax_attention_forward(
@@ -247,38 +304,22 @@ def entmax_attention_forward(
     _store_implementation(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", False)
-    cu_seqlens_q = kwargs.get("cu_seq_lens_q")
-    cu_seqlens_k = kwargs.get("cu_seq_lens_k")
+    call = _attention_call(
+        module,
+        query,
+        key,
+        attention_mask,
+        scaling,
+        sliding_window,
+        bool(is_causal),
+        offsets=(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")),
+    )
     max_seqlen_k = None
-    key_padding_mask = None
-    is_packed = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if is_packed:
-        query = packed_heads(query)
-        key = packed_heads(key)
+    if call.is_packed:
         value = packed_heads(value)
         longest = kwargs.get("max_length_k")
         if isinstance(longest, int):
             max_seqlen_k = int(longest)
-    else:
-        cu_seqlens_q = None
-        cu_seqlens_k = None
-        key_padding_mask = attention_mask
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; "
-                "pass 2D.",
-            )
-    call = _AttentionCall(
-        query=query,
-        key=key,
-        alpha=layer_alpha(module),
-        causal=bool(is_causal),
-        window=largest_distance(module, sliding_window, bool(is_causal)),
-        scale=scaling,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        key_padding_mask=key_padding_mask,
-    )
     record = _record_of(module)
     result = entmax_attention(
         call.query,
@@ -301,7 +342,7 @@ def entmax_attention_forward(
         output, stats = result
         if record is not None:
             record._add(module, call, stats)
-    output = output.unsqueeze(0) if is_packed else output.transpose(1, 2)
+    output = output.unsqueeze(0) if call.is_packed else output.transpose(1, 2)
     return output, None
 
 

@@ -86,15 +86,7 @@ def forward(
     )
     tile_rows = config["resident_rows"] if strategy == RESIDENT else config["rows"]
     builder = _plan_builder(tensors, options, config, tile_rows)
-    if not training:
-        builder.skip_result("out2")
-    if strategy != LISTS:
-        builder.skip_result("live")
-    if not training and not options.support:
-        builder.skip_result("stats")
-        if strategy != RESIDENT:  # one kernel writes statistics that the next one reads
-            builder.add_buffer("rows", (4, *tensors.stats_shape))
-            builder.replace_tensor("stats", by="rows")
+    _skip_unneeded_results(builder, tensors, options, strategy, training)
     if q.numel() == 0:
         return builder.build()
     operands = _operands(builder, {"q": q, "k": tensors.k, "v": tensors.v}, tensors)
@@ -126,24 +118,69 @@ def forward(
     else:
         _add_roots_and_output(builder, tensors, options, config, strategy, training, setting)
     if packed:
-        # The output becomes NaN if offsets do not describe the rows, or a sequence has more keys
-        # than the bound: checking on the CPU would wait for the device.
-        writers = WRITERS
-        if setting.capability == (0, 0):  # interpreted programs run one after another
-            writers = 1
-        builder.add_launch(
-            nan_if_broken_kernel,
-            grid=(writers,),
-            parameters={
-                "q_rows": q.size(0),
-                "k_rows": tensors.k.size(0),
-                "longest": options.max_seqlen_k,
-                "size": q.numel(),
-                "BLOCK": CHECK_BLOCK,
-                **NO_TUNING,
-            },
-        )
+        _add_check_of_offsets(builder, tensors, options, setting)
     return builder.build()
+
+
+def _skip_unneeded_results(
+    builder: PlanBuilder,
+    tensors: AttentionTensors,
+    options: AttentionOptions,
+    strategy: str,
+    training: bool,
+) -> None:
+    """Leave out the results of the forward pass that neither the caller nor backward reads.
+
+    Args:
+        builder: the plan so far.
+        tensors: layouts of the tensors.
+        options: checked options.
+        strategy: the strategy for rows.
+        training: whether backward may follow.
+    """
+    if not training:
+        builder.skip_result("out2")
+    if strategy != LISTS:
+        builder.skip_result("live")
+    if not training and not options.support:
+        builder.skip_result("stats")
+        if strategy != RESIDENT:  # one kernel writes statistics that the next one reads
+            builder.add_buffer("rows", (4, *tensors.stats_shape))
+            builder.replace_tensor("stats", by="rows")
+
+
+def _add_check_of_offsets(
+    builder: PlanBuilder,
+    tensors: AttentionTensors,
+    options: AttentionOptions,
+    setting: Setting,
+) -> None:
+    """Add the kernel that fills the output with NaN if the offsets of a packed batch are invalid.
+
+    They are invalid if they do not describe the rows, or a sequence has more keys than the bound. A
+    check on the CPU would wait for the device.
+
+    Args:
+        builder: the plan so far.
+        tensors: layouts of the tensors.
+        options: checked options.
+        setting: facts about the device.
+    """
+    writers = WRITERS
+    if setting.capability == (0, 0):  # interpreted programs run one after another
+        writers = 1
+    builder.add_launch(
+        nan_if_broken_kernel,
+        grid=(writers,),
+        parameters={
+            "q_rows": tensors.q.size(0),
+            "k_rows": tensors.k.size(0),
+            "longest": options.max_seqlen_k,
+            "size": tensors.q.numel(),
+            "BLOCK": CHECK_BLOCK,
+            **NO_TUNING,
+        },
+    )
 
 
 def _add_roots_and_output(
@@ -265,7 +302,7 @@ def backward(
         NEED_V=need_v,
         NEED_ALPHA=need_alpha,
     )
-    if need_alpha and packed:  # should offsets be broken, there may be rows of no sequence
+    if need_alpha and packed:  # with invalid offsets, some rows may belong to no sequence
         builder.add_torch_step(Tensor.zero_, ["terms"], output="terms")
     _add_tables(builder, tensors, query_tiles, key_tiles)
     if live is not None:

@@ -374,10 +374,17 @@ class _RingScores(torch.autograd.Function):
         ring: Ring,
         impl: str,
     ) -> Tensor:
-        """Compute the scores block by block, as the documents arrive.
+        """Compute the scores block by block, as the documents arrive from the previous rank.
 
-        Masks and offsets are read from ``tensors``. Queries and documents are separate arguments,
-        since they have gradients.
+        Args:
+            ctx: the context of autograd.
+            queries: query vectors of this rank.
+            documents: document vectors of this rank. Queries and documents are separate arguments,
+                since they have gradients.
+            tensors: masks and offsets of both; its queries and documents are not used.
+            options: checked options.
+            ring: the ranks.
+            impl: the implementation.
         """
         training = any(ctx.needs_input_grad[:2])
         tensors = tensors._replace(queries=queries.detach(), documents=documents.detach())
@@ -410,7 +417,19 @@ class _RingScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
-        """Send the documents around once more, and the sums of their gradients after them."""
+        """Send the documents around the ring once more, followed by the sums of their gradients.
+
+        A rank computes the gradients of each block that it receives. It adds those of the block's
+        documents to the sum that it has received with the block, and sends the sum to the next
+        rank. After a full circle, the sum arrives at the rank that owns the documents.
+
+        Args:
+            ctx: the context of autograd.
+            dscores: the gradient of the scores, ``[Nq, documents of all ranks]``.
+
+        Returns:
+            The gradients of queries and documents, and ``None`` for the other arguments.
+        """
         ring: Ring = ctx.ring
         queries, documents, mask, offsets, *winners = ctx.saved_tensors
         tensors = ctx.tensors_without_rows._replace(queries=queries, documents=documents)

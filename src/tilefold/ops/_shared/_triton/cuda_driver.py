@@ -285,7 +285,7 @@ def driver_launch(
         replace_address = driver_function("cuTensorMapReplaceAddress")
     except (OSError, AttributeError):
         return None
-    # Local names, since every microsecond of a launch counts.
+    # A launch takes a few microseconds, so that all it needs are local names.
     current_stream = internals.current_stream
     kernel_handle = ctypes.c_void_p(compiled.function)
     config_pointer = ctypes.c_void_p(ctypes.addressof(config))
@@ -295,7 +295,7 @@ def driver_launch(
     select_pointers = selector(memory.pointer_positions)
     pack_pointers = struct.Struct(f"{len(memory.pointer_positions)}Q").pack_into
     as_pointer = ctypes.c_void_p
-    # Config, parameters and maps belong to one launch until the driver has copied them.
+    # The config, the parameters and the maps belong to one launch until the driver has copied them.
     lock = threading.Lock()
 
     def launch(addresses: Addresses, _references: object = (compiled, memory)) -> None:
