@@ -1,4 +1,4 @@
-"""How do I keep sparse vectors in Qdrant, filter them, and delete documents?
+"""How do I store sparse vectors in Qdrant, filter them, and delete documents?
 
 Needs: pip install "tilefold[demo,qdrant]"
 Run:   python examples/search_with_qdrant.py

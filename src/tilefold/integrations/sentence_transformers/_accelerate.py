@@ -268,7 +268,7 @@ def accelerate(
             "model must be a sentence_transformers.SparseEncoder, MultiVectorEncoder or "
             f"SentenceTransformer, got {type(model).__name__}; run other models as they are.",
         )
-    options = {
+    options: dict[str, object] = {
         "impl": impl,
         "quantize": quantize,
         "packed": packed,
