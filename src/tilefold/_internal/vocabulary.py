@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -41,9 +42,14 @@ def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
 
 def _digest(vocabulary: dict[str, int]) -> str:
     """Return the SHA-256 over the tokens of a vocabulary, sorted by index and then by token."""
+    # No other thread of Python could run while all pairs are sorted.
+    tokens_by_index: defaultdict[int, list[str]] = defaultdict(list)
+    for token, index in vocabulary.items():
+        tokens_by_index[index].append(token)
     digest = hashlib.sha256()
-    for token, index in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
+    for index in sorted(tokens_by_index):
+        for token in sorted(tokens_by_index[index]):
+            digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

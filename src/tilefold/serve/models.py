@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.precision import inference_precision
+from tilefold._internal.tokenizer_copies import copy_tokenizer
 from tilefold._internal.typing import Model, Tokenizer
 from tilefold._internal.vocabulary import TermNames
 from tilefold.integrations.sentence_transformers import is_accelerated
@@ -57,7 +58,6 @@ class TextTokens:
 
     Attributes:
         special_ids: ids of special tokens such as ``[CLS]``.
-        term_names: the names of the model's terms.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -69,8 +69,6 @@ class TextTokens:
         Raises:
             ValueError: if the tokenizer has no fast backend.
         """
-        from tokenizers import Tokenizer  # a dependency of transformers
-
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ArgumentError(
@@ -78,11 +76,15 @@ class TextTokens:
                 f"expected a model with a fast tokenizer, got {type(tokenizer).__name__}. Save its "
                 "tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that.",
             )
-        self._tokenizer = Tokenizer.from_str(backend.to_str())
+        self._tokenizer = copy_tokenizer(backend)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special_ids = set(tokenizer.all_special_ids)
-        self.term_names = TermNames(
+
+    @functools.cached_property
+    def term_names(self) -> TermNames:
+        """The names of the model's terms."""
+        return TermNames(
             self._tokenizer.get_vocab(with_added_tokens=True),
             self._tokenizer.id_to_token,
         )

@@ -21,6 +21,7 @@ import torch
 from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
+from tilefold._internal.tokenizer_copies import copy_tokenizer
 from tilefold._internal.typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers.packing.forward import PooledCount
@@ -393,7 +394,7 @@ class PackedInputs(Replacement):
         else:
             return None
         if self._backend_copy is None:
-            self._backend_copy = type(backend).from_str(backend.to_str())
+            self._backend_copy = copy_tokenizer(backend)
             self._backend_copy.no_padding()
         features = _features_of(self._encodings(texts, prompt, plan), plan)
         if not _are_equal(features, expected):
