@@ -17,7 +17,7 @@ from tilefold._internal import files as _files
 from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.index import merging
+from tilefold.retrieval.index import segments as segments_module
 from tilefold.retrieval.index.opening import open_index
 
 MakeVectors = Callable[..., r.SparseVectors]
@@ -327,7 +327,7 @@ def test_a_segment_is_on_the_disk_before_the_index_lists_it(
         synced_before.update(synced_inodes)
         write_json_object(*args, **options)
 
-    monkeypatch.setattr(merging, "write_json_object", write_list_of_segments)
+    monkeypatch.setattr(segments_module, "write_json_object", write_list_of_segments)
     r.update_index(path, make_vectors(20, seed=1, prefix="n"))
     segment = path / "segments" / "00001"
     assert {file.stat().st_ino for file in [segment, *segment.iterdir()]} <= synced_before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from tilefold.retrieval.index.protocol import (
     StoredIds,
     read_description,
 )
-from tilefold.retrieval.index.segments import LIST_NAME, listed_parts
+from tilefold.retrieval.index.segments import LIST_NAME, ListedPart, PartList
 
 __all__ = ["IndexCheck", "MergeSavings", "Orphan", "PartCheck", "check_index"]
 
@@ -183,21 +183,20 @@ def _check_once(folder: Path) -> IndexCheck:
         generation = read_generation(folder)
         check.backend = generation.backend
         check.generation = generation.id
-        listed: list[Json] = listed_parts(folder)["parts"] or [{"folder": "", "removed": []}]
+        part_list = PartList.read(folder)
     except (DataError, OSError) as error:
         check.damage.append(str(error))
         return check
-    _check_parts(folder, listed, check)
+    _check_parts(folder, part_list.parts, check)
     if check.is_intact:
         _check_opens(folder, check)
     if check.is_intact and check.backend not in (_BM25, _QDRANT):
         check.merge = _merge_savings(check.parts)
-    segment_names = {str(part["folder"]) for part in listed}
     lock_directory = lock_directory_of(folder)
     check.is_being_written = _is_locked(lock_directory)
     if check.is_being_written:
         return check
-    paths = [*_unlisted(folder, segment_names), *_leftovers(folder.resolve())]
+    paths = [*_unlisted(folder, part_list.segment_names), *_leftovers(folder.resolve())]
     orphans = [Orphan(str(path), _size(path)) for path in sorted(paths)]
     # They may belong to an update that has begun in the meantime.
     check.is_being_written = _is_locked(lock_directory)
@@ -206,20 +205,18 @@ def _check_once(folder: Path) -> IndexCheck:
     return check
 
 
-def _check_parts(folder: Path, listed: list[Json], check: IndexCheck) -> None:
+def _check_parts(folder: Path, parts: Sequence[ListedPart], check: IndexCheck) -> None:
     """Check the files and documents of all parts, and add the results to a check.
 
     Args:
         folder: the folder of the index.
-        listed: the entries of the list of parts, see :func:`listed_parts`.
+        parts: the parts that the index lists.
         check: the check, which is changed.
     """
     part_of_document: dict[str, str] = {}
     provenances: list[Provenance] = []
-    for entry in listed:
-        name = str(entry["folder"])
-        part_folder = folder / SEGMENTS / name if name else folder
-        removed = set(entry["removed"])
+    for part in parts:
+        part_folder = part.folder_in(folder)
         try:
             manifest = read_description(part_folder)
         except (DataError, OSError) as error:
@@ -234,11 +231,11 @@ def _check_parts(folder: Path, listed: list[Json], check: IndexCheck) -> None:
         n_damaged = len(check.damage)
         n_bytes = _check_files(part_folder, manifest, check)
         n_documents = int(manifest["n_documents"])
-        check.parts.append(PartCheck(name, n_documents, len(removed), n_bytes))
-        check.n_documents += n_documents - len(removed)
+        check.parts.append(PartCheck(part.name, n_documents, len(part.removed), n_bytes))
+        check.n_documents += n_documents - len(part.removed)
         has_readable_ids = len(check.damage) == n_damaged
         if has_readable_ids and check.backend not in (_BM25, _QDRANT):
-            _check_ids(part_folder, n_documents, removed, part_of_document, check)
+            _check_ids(part_folder, n_documents, part.removed, part_of_document, check)
     first, *others = provenances or [Provenance()]
     if any("model_fingerprint" in first.differing_fields(other) for other in others):
         check.damage.append(f"{folder}: the parts were made by different models.")
@@ -294,7 +291,7 @@ def _check_file(folder: Path, name: str, digest: str, check: IndexCheck) -> int:
 def _check_ids(
     folder: Path,
     n_documents: int,
-    removed: Collection[str],
+    removed: Set[str],
     part_of_document: dict[str, str],
     check: IndexCheck,
 ) -> None:
@@ -315,7 +312,7 @@ def _check_ids(
     except DataError as error:
         check.damage.append(str(error))
         return
-    n_unknown = len(set(removed).difference(ids))
+    n_unknown = len(removed - set(ids))
     if n_unknown:
         check.damage.append(
             f"{folder}: {n_unknown} removed documents of {LIST_NAME} are not in this part.",

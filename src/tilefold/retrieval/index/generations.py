@@ -16,7 +16,7 @@ from tilefold.retrieval.index.protocol import (
     SEGMENTS,
     read_description,
 )
-from tilefold.retrieval.index.segments import listed_parts
+from tilefold.retrieval.index.segments import LIST_NAME, PartList
 
 __all__ = [
     "IndexGeneration",
@@ -68,7 +68,7 @@ def read_generation(path: str | Path) -> IndexGeneration:
     contents = _commit_files(folder)
     for _ in range(_MAX_ATTEMPTS):
         backend = str(read_description(folder)["backend"])
-        n_segments = max(0, len(listed_parts(folder)["parts"]) - 1)  # the first part is no segment
+        n_segments = len(PartList.read(folder).segment_names)
         # A merge replaces the folder. The files are read again, so that they are of one generation.
         earlier_contents = contents
         contents = _commit_files(folder)
@@ -84,7 +84,7 @@ def read_generation(path: str | Path) -> IndexGeneration:
 def _commit_files(folder: Path) -> list[bytes]:
     """Return the contents of the two files that determine a generation; empty if one is missing."""
     contents = []
-    for file in (folder / MANIFEST_NAME, folder / SEGMENTS / "current.json"):
+    for file in (folder / MANIFEST_NAME, folder / SEGMENTS / LIST_NAME):
         try:
             contents.append(file.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -129,8 +129,7 @@ def part_folders(path: str | Path) -> list[Path]:
         path: the folder of the index.
     """
     folder = path_of("path", path)
-    names = [str(part["folder"]) for part in listed_parts(folder)["parts"]]
-    return [folder, *(folder / SEGMENTS / name for name in names if name)]
+    return [part.folder_in(folder) for part in PartList.read(folder).parts]
 
 
 def verify_files(

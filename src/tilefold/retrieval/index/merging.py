@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from tilefold._internal.arguments import ArgumentError, list_of, list_of_ids, path_of
 from tilefold._internal.files import lock_path, sync, sync_tree
-from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import (
     Provenance,
     ids_to_delete,
@@ -25,7 +24,7 @@ from tilefold.retrieval.index.changes import ChangeLog
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.publishing import publishing
-from tilefold.retrieval.index.segments import LIST_NAME, Segments, listed_parts
+from tilefold.retrieval.index.segments import ListedPart, PartList, Segments
 from tilefold.retrieval.vectors.shards import Manifest, ShardWriter, check_complete, differences
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.vectors.sparse_files import (
@@ -315,56 +314,34 @@ def update_index(
         segments = index if isinstance(index, Segments) else Segments([index], [()])
         new_documents: dict[str, Document] = {}
         if vectors is not None:
-            for part in segments.parts:
-                check_metadata(part.metadata, metadata)
-            _check_segment_vectors(segments, vectors)
-            warn_of_other_precision(
-                "vectors",
-                _provenance_of(vectors).precision,
-                str(folder),
-                segments.provenance.precision,
-                stacklevel=2,
-            )
+            _check_new_documents(segments, vectors, metadata, folder)
             if change_log.is_active:
                 passages = segments.provenance.passages
                 new_documents = _documents_of(vectors.ids, documents, passages, folder)
-        listed = listed_parts(folder)
-        segments_folder = folder / SEGMENTS
-        # The first part is the index itself, whose folder has no name.
-        names = [str(part["folder"]) for part in listed["parts"]] or [""]
-        _remove_unlisted(segments_folder, names)
-        segments_folder.mkdir(exist_ok=True)
-        n_written_segments = int(listed["written"])
+        part_list = PartList.read(folder)
+        _remove_unlisted(folder / SEGMENTS, part_list.segment_names)
+        (folder / SEGMENTS).mkdir(exist_ok=True)
+        names = [part.name for part in part_list.parts]
+        n_segments_written = part_list.n_segments_written
         new_part = None
         new_ids: set[str] = set()
         if vectors is not None:
-            n_written_segments += 1
-            new_folder = segments_folder / f"{n_written_segments:05d}"
-            new_part = segments.parts[0].build_segment(vectors, new_folder, metadata)
+            n_segments_written += 1
+            names.append(f"{n_segments_written:05d}")
+            new_part = _write_segment(segments, vectors, metadata, folder / SEGMENTS / names[-1])
             new_ids = set(new_part.ids)
         unknown = unknown_ids(segments.ids, listed_ids, segments.provenance.passages)
         n_deleted = _remove_documents(segments, delete_ids, new_ids)
         if new_part is not None:
-            new_part.save(new_folder)
-            # The segment must survive a loss of power before the index lists it.
-            sync_tree(new_folder)
-            sync(folder)  # the folder of the segments may be new
-            names.append(new_folder.name)
-            segments.parts.append(new_part)
-            segments.removed.append(set())
+            segments.append(new_part)
         parts = [
-            {"folder": name, "removed": sorted(removed)}
-            for name, removed in zip(names, segments.removed, strict=True)
+            ListedPart(name, removed) for name, removed in zip(names, segments.removed, strict=True)
         ]
         with (
             publishing(folder, log_sequence),
             change_log.recording(delete_ids, new_documents),
         ):
-            write_json_object(
-                segments_folder / LIST_NAME,
-                {"parts": parts, "written": n_written_segments},
-                durable=True,
-            )
+            PartList(parts, n_segments_written, is_updated=True).write(folder)
     return {
         "n_documents": segments.n_documents,
         "written": len(new_ids),
@@ -403,6 +380,32 @@ def _documents_of(
             "Pass them, or end the migration first (tilefold migrate).",
         )
     return {name: available[name] for name in document_ids}
+
+
+def _write_segment(
+    segments: Segments,
+    vectors: _Vectors,
+    metadata: Mapping[str, Fields] | None,
+    segment_folder: Path,
+) -> Any:
+    """Write a segment durably, which no list of parts names yet.
+
+    Args:
+        segments: the index, whose first part gives the options of the segment.
+        vectors: vectors of the new documents.
+        metadata: document id -> fields of the new documents.
+        segment_folder: the folder to write.
+
+    Returns:
+        The index of the new documents.
+    """
+    segment = segments.parts[0].build_segment(vectors, segment_folder, metadata)
+    segment.save(segment_folder)
+    # The segment must survive a loss of power before the index lists it.
+    sync_tree(segment_folder)
+    index_folder = segment_folder.parent.parent
+    sync(index_folder)  # the folder of all segments may be new
+    return segment
 
 
 def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
@@ -467,6 +470,37 @@ def merge_segments(path: str | Path) -> int:
     return int(index.n_documents)
 
 
+def _check_new_documents(
+    segments: Segments,
+    vectors: _Vectors,
+    metadata: Mapping[str, Fields] | None,
+    folder: Path,
+) -> None:
+    """Raise an error if documents cannot be added to an index; warn of another precision.
+
+    Args:
+        segments: the index.
+        vectors: vectors of the new documents.
+        metadata: document id -> fields of the new documents.
+        folder: the folder of the index, for the warning.
+
+    Raises:
+        DataError: if the vectors have another kind or were made by another model.
+        ValueError: if the index stores metadata and `metadata` is None.
+        VocabularyMismatchError: if the vocabularies of the vectors and the index differ.
+    """
+    for part in segments.parts:
+        check_metadata(part.metadata, metadata)
+    _check_segment_vectors(segments, vectors)
+    warn_of_other_precision(
+        "vectors",
+        _provenance_of(vectors).precision,
+        str(folder),
+        segments.provenance.precision,
+        stacklevel=3,  # the caller of update_index
+    )
+
+
 def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
     """Raise an error if vectors cannot be added to an index.
 
@@ -504,8 +538,8 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
         check_same_vocabulary(segments, vectors, "the index", "vectors")
         _check_same_special_tokens(index_provenance, provenance)
         return
-    # Only the folder of dense vectors records a similarity.
-    similarity = getattr(getattr(vectors, "manifest", None), "similarity", None)
+    manifest = getattr(vectors, "manifest", None)  # vectors in memory have none
+    similarity = getattr(manifest, "similarity", None)  # token vectors have none
     expected = (segments.dimension, segments.similarity)
     actual = (vectors.dimension, similarity)
     if actual != expected:

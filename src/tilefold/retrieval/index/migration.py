@@ -54,14 +54,13 @@ from tilefold.retrieval.index.checking import check_index
 from tilefold.retrieval.index.merging import GROWING, merge_segments, update_index
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
-    SEGMENTS,
     StoredIds,
     read_array,
     read_description,
     save_ids,
 )
 from tilefold.retrieval.index.publishing import publishing
-from tilefold.retrieval.index.segments import listed_parts
+from tilefold.retrieval.index.segments import PartList
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
 __all__ = [
@@ -253,11 +252,12 @@ class Migration:
                     f"migrate --index {index}), or discard it first (--discard).",
                 )
             passages = _passages_of(manifest)
-            indexed_ids = _document_ids_of(index, passages)
-            left_out = set(absent) - indexed_ids
-            if left_out:
+            not_indexed = set(absent) - _document_ids_of(index, passages)
+            if not_indexed:
                 documents = {
-                    name: document for name, document in documents.items() if name not in left_out
+                    name: document
+                    for name, document in documents.items()
+                    if name not in not_indexed
                 }
             check_same_documents(index, documents, data)
             record = MigrationRecord(
@@ -271,13 +271,14 @@ class Migration:
                 options=options or {},
             )
             with naming_full_disk(folder), scratch_folder(folder) as scratch:
-                new = scratch / "new"
-                base = new / _BASE
+                # The folder appears complete, so that a killed process leaves no half migration.
+                complete_folder = scratch / "new"
+                base = complete_folder / _BASE
                 base.mkdir(parents=True)
                 save_ids(documents, base)
                 np.save(base / _TEXT_KEYS, _text_keys(documents))
-                write_json_object(new / MIGRATION_NAME, asdict(record), durable=True)
-                new.replace(folder)
+                write_json_object(complete_folder / MIGRATION_NAME, asdict(record), durable=True)
+                complete_folder.replace(folder)
         return cls(index, record)
 
     @property
@@ -454,7 +455,8 @@ class Migration:
             if not entries:
                 break
             n_changed += self._replay(entries, encoder)
-        if listed_parts(self.standby)["parts"]:  # also after a kill before the merge
+        # An earlier call may have been killed before the merge.
+        if PartList.read(self.standby).is_updated:
             merge_segments(self.standby)
         return n_changed
 
@@ -739,21 +741,13 @@ def _texts_of(documents: Mapping[str, Document], passages: str | None) -> Mappin
     return {name: document.contents for name, document in documents.items()}
 
 
-def _part_folders(index: Path) -> list[tuple[Path, set[str]]]:
-    """Return the folder of each part of an index, and the ids that were removed from it."""
-    listed = listed_parts(index)["parts"] or [{"folder": "", "removed": []}]
-    return [
-        (index / SEGMENTS / part["folder"] if part["folder"] else index, set(part["removed"]))
-        for part in listed
-    ]
-
-
 def _ids_of(index: Path) -> set[str]:
     """Return the ids of the documents or passages of an index, without opening its vectors."""
     ids: set[str] = set()
-    for folder, removed in _part_folders(index):
+    for part in PartList.read(index).parts:
+        folder = part.folder_in(index)
         part_ids = StoredIds.load(folder, read_description(folder)["n_documents"])
-        ids.update(name for name in part_ids if name not in removed)
+        ids.update(name for name in part_ids if name not in part.removed)
     return ids
 
 
@@ -799,7 +793,7 @@ def _has_metadata(index: Path) -> bool:
     """Whether an index stores metadata of its documents."""
     from tilefold.retrieval.data.metadata import FILE
 
-    return any((folder / FILE).is_file() for folder, _ in _part_folders(index))
+    return any((part.folder_in(index) / FILE).is_file() for part in PartList.read(index).parts)
 
 
 def _shown(ids: list[str]) -> str:

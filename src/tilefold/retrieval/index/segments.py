@@ -11,8 +11,8 @@ document must not depend on the other documents of its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tilefold._internal.typing import Tensor
-from tilefold.retrieval.common.files import Json, read_json_object
+from tilefold.retrieval.common.files import Json, read_json_object, write_json_object
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError, MissingDocumentError
@@ -38,7 +38,84 @@ _MAX_EXTRA_HITS = 32
 # Name of the list of parts, in the folder of the segments.
 LIST_NAME = "current.json"
 
-__all__ = ["LIST_NAME", "Segments", "listed_parts", "open_segments"]
+__all__ = ["LIST_NAME", "ListedPart", "PartList", "Segments", "open_segments"]
+
+
+@dataclass(frozen=True)
+class ListedPart:
+    """One part of an index, as the list of parts describes it.
+
+    Attributes:
+        name: name of the segment's folder; empty for the index that was built first.
+        removed: ids of the documents that were removed from the part.
+    """
+
+    name: str
+    removed: Set[str]
+
+    def folder_in(self, index: Path) -> Path:
+        """Return the folder of this part.
+
+        Args:
+            index: the folder of the index.
+        """
+        return index / SEGMENTS / self.name if self.name else index
+
+
+@dataclass(frozen=True)
+class PartList:
+    """The parts of an index: the index that was built first, and then its segments.
+
+    Attributes:
+        parts: the parts, at least one.
+        n_segments_written: number of segments that updates have ever written, which numbers the
+            folder of the next one.
+        is_updated: whether the index was updated since it was built or merged. An update that only
+            removes documents adds no segment.
+    """
+
+    parts: Sequence[ListedPart]
+    n_segments_written: int
+    is_updated: bool
+
+    @classmethod
+    def read(cls, index: Path) -> PartList:
+        """Read the list of the parts of an index.
+
+        Args:
+            index: the folder of the index.
+
+        Raises:
+            DataError: if the list is damaged.
+        """
+        file = index / SEGMENTS / LIST_NAME
+        content: Json = {"parts": [], "written": 0}
+        if file.exists():
+            content = read_json_object(file, REMEDY)
+        parts = [ListedPart(str(part["folder"]), set(part["removed"])) for part in content["parts"]]
+        return cls(
+            parts=parts or [ListedPart("", set())],
+            n_segments_written=int(content["written"]),
+            is_updated=bool(parts),
+        )
+
+    def write(self, index: Path) -> None:
+        """Replace the list of an index durably, after which readers see the parts of this list.
+
+        Args:
+            index: the folder of the index.
+        """
+        parts = [{"folder": part.name, "removed": sorted(part.removed)} for part in self.parts]
+        write_json_object(
+            index / SEGMENTS / LIST_NAME,
+            {"parts": parts, "written": self.n_segments_written},
+            durable=True,
+        )
+
+    @property
+    def segment_names(self) -> list[str]:
+        """Names of the folders of the segments."""
+        return [part.name for part in self.parts[1:]]
 
 
 class Segments:
@@ -71,6 +148,15 @@ class Segments:
             Provenance.shared(part.provenance for part in self.parts),
             texts_sha256=None,
         )
+
+    def append(self, part: Any) -> None:
+        """Add a part without removed documents after the others.
+
+        Args:
+            part: an index of the same backend.
+        """
+        self.parts.append(part)
+        self.removed.append(set())
 
     def parts_with_removed(self) -> Iterator[tuple[Any, set[str]]]:
         """Iterate over the parts and the ids that were removed from each."""
@@ -256,11 +342,11 @@ def open_segments(path: Path, index: Any, load: Callable[[Path], Any]) -> Any:
     Raises:
         DataError: if the list of segments is damaged.
     """
-    listed = listed_parts(path)["parts"]
-    if not listed:
+    part_list = PartList.read(path)
+    if not part_list.is_updated:
         return index
-    # The first entry is the index itself, with an empty name.
-    index_name, *segment_names = [str(part["folder"]) for part in listed]
+    index_name = part_list.parts[0].name
+    segment_names = part_list.segment_names
     # A segment's name must not lead out of the folder.
     are_valid = all(Path(name).name == name for name in segment_names)
     if index_name or not are_valid:
@@ -269,21 +355,4 @@ def open_segments(path: Path, index: Any, load: Callable[[Path], Any]) -> Any:
             f"{[index_name, *segment_names]}. {REMEDY}",
         )
     segments = [load(path / SEGMENTS / name) for name in segment_names]
-    return Segments([index, *segments], [part["removed"] for part in listed])
-
-
-def listed_parts(path: Path) -> Json:
-    """Read the list of the parts of an index.
-
-    Args:
-        path: the folder of the index.
-
-    Returns:
-        ``parts``, a list with the name of the ``folder`` and the ``removed`` ids of each part, and
-        ``written``, the number of segments that were ever written. The name of the index itself,
-        which is the first part, is empty. An index without segments has an empty list.
-    """
-    file = path / SEGMENTS / LIST_NAME
-    if not file.exists():
-        return {"parts": [], "written": 0}
-    return read_json_object(file, REMEDY)
+    return Segments([index, *segments], [part.removed for part in part_list.parts])
