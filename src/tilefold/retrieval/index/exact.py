@@ -102,8 +102,11 @@ class Postings:
         """Transpose the positive weights of sparse vectors.
 
         A first pass over the vectors counts the postings of each term, and a second pass writes
-        them to their positions. Both read the vectors piece by piece. This needs 8 bytes per weight
+        them to their positions. Both read the vectors piece by piece. This takes 8 bytes per weight
         for the result and 200 MB for a piece.
+
+        Args:
+            vectors: sparse vectors of the documents.
         """
         vocab_size = vectors.vocab_size
         pieces = list(row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE))
@@ -124,7 +127,7 @@ class Postings:
         for row_begin, row_end in pieces:
             piece = _postings_of_rows(vectors, row_begin, row_end)
             postings._insert(piece, next_positions, row_begin)
-        postings.trusted[:] = True
+        postings.trusted[:] = True  # what was just computed needs no check
         return postings
 
     @classmethod
@@ -160,14 +163,14 @@ class Postings:
             The postings of each part, in memory.
         """
         # Where the postings of each part begin and end in the list of each term.
-        cuts = np.empty((self.n_terms, len(bounds)), np.int64)
+        part_offsets = np.empty((self.n_terms, len(bounds)), np.int64)
         for term in range(self.n_terms):
             begin, end = self.offsets[term : term + 2].tolist()
-            cuts[term] = begin + np.searchsorted(self.documents[begin:end], bounds)
+            part_offsets[term] = begin + np.searchsorted(self.documents[begin:end], bounds)
         for part in range(len(bounds) - 1):
             first_document, end_document = bounds[part : part + 2]
-            begins = cuts[:, part]
-            ends = cuts[:, part + 1]
+            begins = part_offsets[:, part]
+            ends = part_offsets[:, part + 1]
             spans = list(map(slice, begins.tolist(), ends.tolist()))
             documents = np.concatenate([self.documents[span] for span in spans])
             documents -= np.int32(first_document)

@@ -665,30 +665,25 @@ class LateIndex(TorchIndex):
             ``[Nq, k]`` and best first. There are fewer columns while fewer documents were scored.
         """
         on_cpu = documents.device.type == "cpu"
-        first = documents.first_document
-        left_out = documents.without_tokens
+        first_of_device = documents.first_document
+        excluded = documents.without_tokens  # bool, over the documents of the device
         if allowed is not None:
-            can_be_returned = (allowed & self._has_tokens)[first : documents.end_document]
-            left_out = torch.from_numpy(~can_be_returned).to(documents.device)
+            can_be_returned = allowed & self._has_tokens
+            of_device = can_be_returned[first_of_device : documents.end_document]
+            excluded = torch.from_numpy(~of_device).to(documents.device)
         best: tuple[Tensor, Tensor] | None = None
         for block in documents.blocks(_CPU_BLOCK_TOKENS if on_cpu else STREAMED_TOKENS):
             scores = maxsim_scores(batch, block.vectors, block.offsets, reduction)
-            if left_out is not None:
-                block_left_out = left_out[block.first_document - first : block.end_document - first]
-                scores = scores.masked_fill_(block_left_out, -float("inf"))
+            if excluded is not None:
+                begin = block.first_document - first_of_device
+                end = block.end_document - first_of_device
+                scores = scores.masked_fill_(excluded[begin:end], -float("inf"))
             if resolves_ties:
                 top_scores, rows = top_columns(scores, k)
             else:
                 top_scores, rows = scores.topk(min(k, scores.size(1)), dim=1)
             rows += block.first_document
-            if best is not None:
-                best_scores, best_rows = best
-                both_scores = torch.cat([best_scores, top_scores], 1)
-                both_rows = torch.cat([best_rows, rows], 1)
-                order = both_scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-                top_scores = both_scores.gather(1, order)
-                rows = both_rows.gather(1, order)
-            best = (top_scores, rows)
+            best = (top_scores, rows) if best is None else _merge_top(best, (top_scores, rows), k)
             yield best
 
     def _devices(self, device: Devices | None) -> list[torch.device]:
@@ -743,22 +738,12 @@ class LateIndex(TorchIndex):
             inner_bounds = np.searchsorted(self.files.offsets, ideal_offsets)
             bounds = [0, *inner_bounds.tolist(), self.n_documents]
             n_bytes = self.files.nbytes // n_devices
-            self._device_documents[key] = [
-                DeviceDocuments(
-                    self.files,
-                    device,
-                    first_document,
-                    end_document,
-                    copy=self._fits(device, n_bytes),
-                )
-                for device, first_document, end_document in zip(
-                    devices,
-                    bounds[:-1],
-                    bounds[1:],
-                    strict=True,
-                )
-                if first_document < end_document
-            ]
+            parts = []
+            for device, (first, end) in zip(devices, itertools.pairwise(bounds), strict=True):
+                if first < end:
+                    fits = self._fits(device, n_bytes)
+                    parts.append(DeviceDocuments(self.files, device, first, end, copy=fits))
+            self._device_documents[key] = parts
         return self._device_documents[key]
 
     def _fits(self, device: torch.device, n_bytes: int) -> bool:
@@ -838,6 +823,27 @@ class LateIndex(TorchIndex):
 def _runs_ahead(device: torch.device) -> bool:
     """Return whether a device computes while this process goes on, as a GPU does."""
     return device.type != "cpu"
+
+
+def _merge_top(
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the best `k` of two rankings, best first. Equal scores are in the order of `first`.
+
+    Args:
+        first: scores and rows of documents, both ``[Nq, n]``, best first.
+        second: scores and rows of other documents, both ``[Nq, m]``, best first.
+        k: number of documents per query.
+
+    Returns:
+        Scores and rows, both ``[Nq, min(k, n + m)]``.
+    """
+    scores = torch.cat([first[0], second[0]], dim=1)
+    rows = torch.cat([first[1], second[1]], dim=1)
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return scores.gather(1, order), rows.gather(1, order)
 
 
 def _ties_at_last_place(scores: npt.NDArray[np.float32], k: int) -> bool:

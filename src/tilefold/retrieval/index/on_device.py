@@ -462,17 +462,19 @@ def _search_by_graph(
     """Search by a graph of :meth:`DeviceIndex._capture_terms`.
 
     Args:
-        graph: the graph, which nobody else uses.
-        terms: ``[n]``, terms of the query.
+        graph: the graph, which no other thread uses. Its input is int32 ``[2, 1, T]``: the terms
+            of a query, and the bits of their float32 weights, both padded with 0.
+        terms: ``[n]``, terms of the query, at most T.
         weight_bits: ``[n]``, bits of their weights.
 
     Returns:
         Scores and positions, both ``[1, k]``.
     """
-    padded = graph.inputs[0].numpy()
-    padded.fill(0)
-    padded[0, 0, : terms.size] = terms
-    padded[1, 0, : terms.size] = weight_bits
+    graph_input = graph.inputs[0].numpy()  # shares its memory with the graph
+    graph_input.fill(0)
+    padded_terms, padded_bits = graph_input[:, 0]
+    padded_terms[: terms.size] = terms
+    padded_bits[: weight_bits.size] = weight_bits
     graph.launch()
     graph.wait()
     scores, positions = graph.host_results

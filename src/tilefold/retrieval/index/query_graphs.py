@@ -103,7 +103,7 @@ class GraphPool(Generic[GraphT]):
         self._n_graphs = 0
 
     def take(self, kind: Hashable, capture: Callable[[], GraphT]) -> GraphT | None:
-        """Take a graph for one search, which nobody else gets until it is given back.
+        """Take a graph for one search. No other search gets it until it is given back.
 
         Args:
             kind: what the graph was captured for.

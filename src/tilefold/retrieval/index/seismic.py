@@ -25,7 +25,7 @@ from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -191,6 +191,21 @@ def _check_fraction(name: str, value: Any, *, zero_allowed: bool = False) -> Non
         return
     interval = "[0, 1]" if zero_allowed else "(0, 1]"
     raise ArgumentError(name, f"expected a number in {interval}, got {value!r}.")
+
+
+class _EngineQueries(NamedTuple):
+    """Queries in the form of the engine, which identifies queries and terms by strings.
+
+    Attributes:
+        names: the row of each query as a string.
+        components: for each query, the positions of its terms among the terms of the index, as
+            strings.
+        weights: for each query, the weights of these terms.
+    """
+
+    names: list[str]
+    components: list[npt.NDArray[Any]]
+    weights: list[Scores]
 
 
 class SeismicIndex(GrowingIndex):
@@ -539,65 +554,69 @@ class SeismicIndex(GrowingIndex):
         results = [no_documents for _ in range(len(queries))]
         if self._engine is None:
             return results
-        names, components, weights = self._engine_queries(queries)
-        if not names:
+        engine_queries = self._engine_queries(queries)
+        if not engine_queries.names:
             return results
-        n_results = min(int(k), self.n_documents)
-        heap_factor = float(cast("float", options.heap_factor))
         with self._naming_folder():
-            if len(names) == 1:
-                # Starting the threads of a batch takes longer than one query.
-                answers = [
-                    self._engine.search(
-                        names[0],
-                        components[0],
-                        weights[0],
-                        k=n_results,
-                        query_cut=options.query_cut,
-                        heap_factor=heap_factor,
-                    ),
-                ]
-            else:
-                answers = self._engine.batch_search(
-                    np.array(names, dtype=_import_seismic().get_seismic_string()),
-                    components,
-                    weights,
-                    k=n_results,
-                    query_cut=options.query_cut,
-                    heap_factor=heap_factor,
-                    num_threads=options.num_threads,
-                )
-            # Each answer is a list of (name of the query, score, name of the document).
-            for answer in answers:
-                rows = np.array([int(document) for _, _, document in answer], np.int64)
-                scaled_scores = np.array([score for _, score, _ in answer], np.float32)
+            for hits in self._engine_hits(engine_queries, k, options):
+                rows = np.array([int(document) for _, _, document in hits], np.int64)
+                scaled_scores = np.array([score for _, score, _ in hits], np.float32)
                 check_positions("documents", rows, self.n_documents)
                 check_weights("scores", scaled_scores)
-                if answer:
-                    query_name = answer[0][0]
+                if hits:
+                    query_name, _, _ = hits[0]
                     results[int(query_name)] = (rows, self._half_weights.unscaled(scaled_scores))
         return results
 
-    def _engine_queries(
+    def _engine_hits(
         self,
-        queries: SparseVectors,
-    ) -> tuple[list[str], list[npt.NDArray[Any]], list[Scores]]:
-        """Convert queries for the engine, and leave out those without a term of the index.
+        queries: _EngineQueries,
+        k: int,
+        options: SeismicOptions,
+    ) -> list[list[tuple[str, float, str]]]:
+        """Call the engine.
 
-        The engine identifies queries and components by strings.
+        Args:
+            queries: at least one query.
+            k: largest number of documents per query.
+            options: options of the search.
+
+        Returns:
+            A list for each query, whose entries are the name of the query, the score, and the row
+            of the document as a string.
+        """
+        n_results = min(int(k), self.n_documents)
+        heap_factor = float(cast("float", options.heap_factor))
+        if len(queries.names) > 1:
+            hits_by_query: list[list[tuple[str, float, str]]] = self._engine.batch_search(
+                np.array(queries.names, dtype=_import_seismic().get_seismic_string()),
+                queries.components,
+                queries.weights,
+                k=n_results,
+                query_cut=options.query_cut,
+                heap_factor=heap_factor,
+                num_threads=options.num_threads,
+            )
+            return hits_by_query
+        # Starting the threads of a batch takes longer than one query.
+        hits = self._engine.search(
+            queries.names[0],
+            queries.components[0],
+            queries.weights[0],
+            k=n_results,
+            query_cut=options.query_cut,
+            heap_factor=heap_factor,
+        )
+        return [hits]
+
+    def _engine_queries(self, queries: SparseVectors) -> _EngineQueries:
+        """Convert queries for the engine, and leave out those without a term of the index.
 
         Args:
             queries: sparse vectors over the vocabulary of the index.
-
-        Returns:
-            Three lists with one entry per remaining query: its row as a string; the components of
-            its terms, which are their positions in ``self._terms``, as strings; and the weights of
-            these terms.
         """
         string_type = _import_seismic().get_seismic_string()
-        names: list[str] = []
-        components: list[npt.NDArray[Any]] = []
-        weights: list[Scores] = []
+        engine_queries = _EngineQueries([], [], [])
         for query_row in range(len(queries)):
             query_terms, query_weights = queries.row(query_row)
             # Position of each query term among the terms of the index, if it is one of them.
@@ -605,10 +624,10 @@ class SeismicIndex(GrowingIndex):
             positions = np.minimum(positions, self._terms.size - 1)
             in_index = (self._terms[positions] == query_terms) & (query_weights > 0)
             if in_index.any():
-                names.append(str(query_row))
-                components.append(positions[in_index].astype(string_type))
-                weights.append(np.ascontiguousarray(query_weights[in_index]))
-        return names, components, weights
+                engine_queries.names.append(str(query_row))
+                engine_queries.components.append(positions[in_index].astype(string_type))
+                engine_queries.weights.append(np.ascontiguousarray(query_weights[in_index]))
+        return engine_queries
 
     @contextmanager
     def _naming_folder(self) -> Iterator[None]:

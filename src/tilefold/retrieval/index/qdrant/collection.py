@@ -454,13 +454,24 @@ class QdrantCollection:
         documents.check_compatible(self.layout, self.location)
 
     def _merged_field_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
-        """Return the types of values per field, of the stored documents and of new ones."""
+        """Return the types of values per field after an upsert.
+
+        Args:
+            documents: the new documents.
+
+        Returns:
+            Field -> types of its values in stored and new documents; None if the collection does
+            not record them.
+        """
         recorded = self.field_kinds
-        if recorded is not None and joined_kinds(recorded, documents.field_kinds) != recorded:
-            # Another process may have recorded fields, which must not be lost when the record is
-            # replaced.
-            recorded = self._read_field_kinds()
-        return None if recorded is None else joined_kinds(recorded, documents.field_kinds)
+        if recorded is None:
+            return None
+        merged = joined_kinds(recorded, documents.field_kinds)
+        if merged == recorded:
+            return merged
+        # The record will be replaced, and must not lose what another process has recorded.
+        latest = self._read_field_kinds()
+        return None if latest is None else joined_kinds(latest, documents.field_kinds)
 
     def _read_field_kinds(self) -> Mapping[str, list[str]] | None:
         """Read the types of values per field again, because other processes may change them."""

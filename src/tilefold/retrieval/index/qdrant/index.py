@@ -400,18 +400,17 @@ class QdrantIndex:
             folder = Path(path)
             index = cls(QdrantCollection.embedded(folder), folder=folder)
         collection = index.collection
-        problem = None
         if not collection.complete:
-            problem = "a collection whose build is not finished"
+            actual = "a collection whose build is not finished"
         elif collection.layout.vocab_size != manifest["vocab_size"]:
-            problem = "a collection with another vocabulary"
-        if problem is not None:
-            collection.close()
-            raise DataError(
-                f"{collection.location}: expected the collection of {path}, got {problem}. Run "
-                "tilefold index again.",
-            )
-        return index
+            actual = "a collection with another vocabulary"
+        else:
+            return index
+        collection.close()
+        raise DataError(
+            f"{collection.location}: expected the collection of {path}, got {actual}. Run "
+            "tilefold index again.",
+        )
 
     @classmethod
     def _load_from_server(cls, path: str | Path, options: Json) -> QdrantIndex:
