@@ -21,7 +21,7 @@ from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.lazy_documents import LazyDocuments, id_key
 from tilefold.retrieval.data.pages import Page
-from tilefold.retrieval.encoding.truncation import TextCutter
+from tilefold.retrieval.encoding.truncation import TextShortener
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import TrainingRows
 
@@ -487,7 +487,7 @@ class Reader:
             digest: digest of the rows, which identifies the reader in caches of ``datasets``.
         """
         self._columns = columns
-        self._text_cutter = TextCutter(model, copy_tokenizer=True)
+        self._text_shortener = TextShortener(model, copy_tokenizer=True)
         self._digest = digest
         self._max_characters = MAX_CHARACTERS_PER_TOKEN * _max_tokens(model)
         # name of a column -> (position of a truncated text -> its number of characters); columns of
@@ -603,7 +603,7 @@ class Reader:
         lengths = self._truncated_lengths[name]
         texts = column.texts.at(values)
         uncached = [row for row, position in enumerate(values) if position not in lengths]
-        truncated_texts = self._text_cutter.cut([texts[row] for row in uncached])
+        truncated_texts = self._text_shortener.shorten([texts[row] for row in uncached])
         for row, truncated_text in zip(uncached, truncated_texts, strict=True):
             if len(truncated_text) < len(texts[row]):
                 lengths[values[row]] = len(truncated_text)

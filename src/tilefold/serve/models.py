@@ -29,7 +29,7 @@ from tilefold.integrations.sentence_transformers.streaming.stream import prompt_
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding.pages import encode_images, encodes_images
 from tilefold.retrieval.encoding.sparse import encode_with_model_method
-from tilefold.retrieval.encoding.truncation import TokenizerCall, counting_truncation, cut_texts
+from tilefold.retrieval.encoding.truncation import TokenizerCall, counting_truncation, shorten_texts
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.serve.bodies import (
     Row,
@@ -469,7 +469,7 @@ class Served:
         """
         model: Any = self.model
         packed = model.encode_sparse_batch.encode_rows(
-            cut_texts(model, texts),
+            shorten_texts(model, texts),
             task=key.side,
             prompt_name=key.prompt_name,
         )

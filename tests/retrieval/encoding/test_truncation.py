@@ -39,7 +39,7 @@ from tilefold.retrieval import (
     read_manifest,
 )
 from tilefold.retrieval.encoding.dense import encode_dense
-from tilefold.retrieval.encoding.truncation import PrefixTokenizer, cut_texts
+from tilefold.retrieval.encoding.truncation import PrefixTokenizer, shorten_texts
 
 LIMIT = 64
 # beside the limit with and without special tokens and a prompt, and far beyond; an end that is
@@ -248,11 +248,13 @@ def test_an_enormous_text_is_cut_and_read_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     long = " ".join(WORDS * 20_000)
-    (cut,) = cut_texts(splade, [long])
+    (cut,) = shorten_texts(splade, [long])
     assert long.startswith(cut) and len(cut) < 40 * splade.max_seq_length
     fast = encode_queries(splade, {"q": long}, top_k=30)
     for module in ("encoding.sparse", "encoding.pending_shards"):
-        monkeypatch.setattr(f"tilefold.retrieval.{module}.cut_texts", lambda model, texts: texts)
+        monkeypatch.setattr(
+            f"tilefold.retrieval.{module}.shorten_texts", lambda model, texts: texts
+        )
     full = encode_queries(splade, {"q": long}, top_k=30)
     assert np.array_equal(fast.indices, full.indices) and np.array_equal(fast.data, full.data)
 
@@ -265,7 +267,7 @@ def test_a_text_is_cut_behind_as_many_tokens_as_the_model_reads(splade: Any) -> 
         "猫が眠る " * 50_000,
     )
     for text in (*words, BASE64, JAPANESE):  # without white space
-        (cut,) = cut_texts(splade, [text])
+        (cut,) = shorten_texts(splade, [text])
         assert text.startswith(cut) and len(cut) < (len(text) if text in words else 32 * limit + 1)
         settings: dict[str, Any] = {"truncation": True, "max_length": limit}
         assert (
@@ -279,9 +281,9 @@ def test_what_cannot_be_cut_safely_is_left_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = ["cats", "q" * 200_000, " ".join(WORDS * 100)[: 30 * splade.max_seq_length]]
-    assert cut_texts(splade, texts) == texts
+    assert shorten_texts(splade, texts) == texts
     monkeypatch.setattr(splade.tokenizer, "truncation_side", "left")
-    assert cut_texts(splade, ["cats " * 100_000]) == ["cats " * 100_000]
+    assert shorten_texts(splade, ["cats " * 100_000]) == ["cats " * 100_000]
 
 
 def test_a_prompt_before_the_text_is_part_of_what_is_shown(
@@ -289,11 +291,11 @@ def test_a_prompt_before_the_text_is_part_of_what_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(splade, "prompts", {"query": "search_query: ", "document": "title[SEP]"})
-    assert cut_texts(splade, [BASE64]) == [BASE64], (
+    assert shorten_texts(splade, [BASE64]) == [BASE64], (
         "a prompt with a special token is not decided by pieces"
     )
     monkeypatch.setattr(splade, "prompts", {"query": "search_query: ", "document": ""})
-    (cut,) = cut_texts(splade, [BASE64])
+    (cut,) = shorten_texts(splade, [BASE64])
     settings: dict[str, Any] = {"truncation": True, "max_length": splade.max_seq_length}
     one, other = (splade.tokenizer("search_query: " + text, **settings) for text in (cut, BASE64))
     assert len(cut) < len(BASE64) and one["input_ids"] == other["input_ids"]

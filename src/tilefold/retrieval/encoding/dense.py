@@ -20,7 +20,7 @@ from tilefold._internal.typing import Model, Tensor
 from tilefold.pipeline.truncation import Truncation, counting_truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.common.provenance import model_fingerprint, provenance_of
-from tilefold.retrieval.encoding.truncation import cut_texts
+from tilefold.retrieval.encoding.truncation import shorten_texts
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
@@ -111,11 +111,11 @@ def encode_dense(
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     import torch  # importing this module must not import torch
 
-    # Documents are cut to the model's limit before they are tokenised. Queries are short.
+    # Long documents are shortened before they are tokenised. Queries are short.
     contents = list(texts.values())
     encode = model.encode_query
     if kind == "document":
-        contents = cut_texts(model, contents)
+        contents = shorten_texts(model, contents)
         encode = model.encode_document
     truncation = Truncation()
     vectors = []

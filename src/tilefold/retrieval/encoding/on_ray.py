@@ -217,13 +217,23 @@ def encode_on_ray(
         raise DataError(
             f"{writer.path}: {len(missing)} shards were not written. Start the command again.",
         )
-    if writer.manifest.n_documents == 0:
-        text_id, failure = next(iter(writer.manifest.failed.items()))
+    _check_some_encoded(writer.manifest, plan.count)
+    return writer.finish(plan.count)
+
+
+def _check_some_encoded(manifest: Any, n_texts: int) -> None:
+    """Raise ``DataError`` if no text could be encoded.
+
+    Args:
+        manifest: manifest of the folder, with the reasons of the failed texts.
+        n_texts: number of texts.
+    """
+    if manifest.n_documents == 0:
+        text_id, failure = next(iter(manifest.failed.items()))
         raise DataError(
-            f"texts: all {plan.count} failed; the first is {text_id!r} ({failure}). Check the "
+            f"texts: all {n_texts} failed; the first is {text_id!r} ({failure}). Check the "
             "texts and the model.",
         )
-    return writer.finish(plan.count)
 
 
 def _check_arguments(

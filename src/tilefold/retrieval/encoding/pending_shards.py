@@ -22,7 +22,7 @@ from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.data.documents import Document
 from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.encoding.job import Job
-from tilefold.retrieval.encoding.truncation import cut_texts
+from tilefold.retrieval.encoding.truncation import shorten_texts
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.vectors.shards import PartialShard, V
 
@@ -45,15 +45,15 @@ def _describe_wrong_type(value: object) -> str:
     return reason
 
 
-def _cut_long_texts(model: Model, contents: Sequence[Any]) -> list[Any]:
-    """Cut texts that are much longer than a model reads, and leave pages unchanged.
+def _shorten_long_texts(model: Model, contents: Sequence[Any]) -> list[Any]:
+    """Shorten texts that are much longer than a model reads, and leave pages unchanged.
 
     Args:
         model: a model of sentence-transformers.
         contents: texts and pages.
     """
     texts = [content for content in contents if isinstance(content, str)]
-    short_texts = iter(cut_texts(model, texts))
+    short_texts = iter(shorten_texts(model, texts))
     return [next(short_texts) if isinstance(content, str) else content for content in contents]
 
 
@@ -117,7 +117,7 @@ class PendingShard(Generic[V]):
         """Return the texts of this shard as a window for a stream to encode.
 
         Args:
-            model: a model of sentence-transformers. Very long texts are cut to what it reads.
+            model: a model of sentence-transformers. Very long texts are shortened for it.
 
         Returns:
             All encodable texts, and the positions of the finished ones, which are skipped.
@@ -133,17 +133,18 @@ class PendingShard(Generic[V]):
         return Window(
             texts=cast("list[str]", [self.texts[text_id] for text_id in self.encodable_ids]),
             skip=frozenset(finished_positions),
-            prepare=functools.partial(_cut_long_texts, model),
+            prepare=functools.partial(_shorten_long_texts, model),
         )
 
     def add_batch(self, batch: Batch, job: Job[Any, V]) -> None:
         """Add the vectors of a batch.
 
-        Only the texts of invalid rows, such as rows with NaN, fail.
+        A text fails if its row is invalid, such as one with NaN. The other texts of the batch are
+        added.
 
         Args:
             batch: rows of some texts of this shard.
-            job: converts the rows to vectors.
+            job: converts the rows to vectors, and refuses invalid ones.
         """
         # Only truncated texts are counted here. Their total is known from the ids.
         self.truncation.add(n_texts=0, count=batch.cut, max_length=batch.max_length)
@@ -153,7 +154,7 @@ class PendingShard(Generic[V]):
             return job.to_vectors(ids[rows.start : rows.stop], batch.rows_of(rows))
 
         for rows, outcome in bisect_failures(range(len(ids)), to_vectors):
-            if isinstance(outcome, Exception):  # the range has a single row
+            if isinstance(outcome, Exception):  # of a single row
                 self.failed[ids[rows.start]] = describe_error(outcome)
             else:
                 self.encoded.append(outcome)

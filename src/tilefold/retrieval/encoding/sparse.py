@@ -37,7 +37,7 @@ from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, 
 from tilefold.retrieval.encoding.pages import contains_pages
 from tilefold.retrieval.encoding.pending_shards import encode_in_memory
 from tilefold.retrieval.encoding.rank_encoder import RankEncoder
-from tilefold.retrieval.encoding.truncation import cut_texts, limited
+from tilefold.retrieval.encoding.truncation import limited, shorten_texts
 from tilefold.retrieval.vectors.sparse import SparseVectors
 from tilefold.retrieval.vectors.sparse_files import SparseVectorWriter, VectorManifest
 
@@ -455,7 +455,7 @@ def encode_batch(
     encode_accelerated: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
     if encode_accelerated is not None:
         return encode_accelerated(
-            cut_texts(model, texts),
+            shorten_texts(model, texts),
             task=kind,
             top_k=top_k,
             min_weight=min_weight,
@@ -477,7 +477,7 @@ def encode_with_model_method(
 ) -> Any:
     """Encode texts in one forward pass with the model's ``encode_document`` or ``encode_query``.
 
-    Texts that are much longer than the model reads are cut first, which saves tokenisation.
+    Long texts are shortened first, which saves time in the tokenizer.
 
     Args:
         model: a plain model of sentence-transformers.
@@ -490,7 +490,7 @@ def encode_with_model_method(
     """
     encode = model.encode_document if kind == "document" else model.encode_query
     return encode(
-        cut_texts(model, texts),
+        shorten_texts(model, texts),
         batch_size=len(texts),
         show_progress_bar=False,
         **options,

@@ -1,4 +1,4 @@
-"""Truncation of texts: cutting over-long texts before tokenisation, limits, and reported counts."""
+"""Truncation of texts: shortening before tokenisation, token limits, and reported counts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tilefold.pipeline.truncation import (
 
 __all__ = [
     "Tally",
-    "TextCutter",
+    "TextShortener",
     "TokenizerCall",
     "counting_truncation",
-    "cut_texts",
     "limit_length",
     "limited",
     "report_manifest_truncation",
+    "shorten_texts",
     "tally_truncation",
     "token_counts",
 ]
@@ -36,8 +36,8 @@ __all__ = [
 # Characters per token of a prefix that ends at white space. Tokens rarely have as many, so such a
 # prefix usually has enough tokens.
 _CHARACTERS_PER_TOKEN = 16
-# Texts of up to twice as many characters per token are not cut, because cutting them saves little.
-_UNCUT_CHARACTERS_PER_TOKEN = 2 * _CHARACTERS_PER_TOKEN
+# Texts of at most twice as many characters per token are not shortened, which would save little.
+_MAX_CHARACTERS_PER_TOKEN = 2 * _CHARACTERS_PER_TOKEN
 # Characters per token of the prefixes that are tried one after the other, and may end anywhere.
 _PREFIX_CHARACTERS_PER_TOKEN = (8, 32, 128, 512)
 _LONGER_PREFIX = 4  # a prefix at white space that has too few tokens is made this much longer
@@ -51,22 +51,27 @@ _MIN_ALPHANUMERIC = 8
 _BYTES_PER_CHARACTER = 4  # maximum in UTF-8
 
 
-def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
-    """Cut texts that are much longer than the model reads, before they are tokenised.
+def shorten_texts(model: Model, texts: Sequence[str]) -> list[str]:
+    """Shorten texts that are much longer than a model reads, to save time in the tokenizer.
 
-    A text is cut to a prefix that provably has the same first tokens as the complete text, as many
-    as the model reads (:class:`PrefixTokenizer`). If this cannot be proved (a tokenizer without a
-    fast backend, one word that never ends, special tokens in the text), the text is cut at white
-    space, where tokenizers begin a new word. A text without white space is then left as it is.
-    Texts are not cut for models that truncate on the left or not at all.
+    The tokenizer then truncates the short text to the same tokens as the complete text. A text is
+    shortened to a prefix whose first tokens do not depend on the rest (:class:`PrefixTokenizer`).
+    If no such prefix is known (the tokenizer has no fast backend, or the text has special tokens or
+    one very long word), the prefix ends at white space, where tokenizers begin a new word. A text
+    without white space stays as it is.
+
+    Args:
+        model: a model of sentence-transformers. If it does not truncate texts, or truncates them on
+            the left, no text is shortened.
+        texts: the texts.
     """
-    return TextCutter(model).cut(texts)
+    return TextShortener(model).shorten(texts)
 
 
-class TextCutter:
-    """Cuts texts that are much longer than a model's token limit, for many calls.
+class TextShortener:
+    """Shortens texts like :func:`shorten_texts`, in many calls.
 
-    It uses the limit that the model has when the cutter is created. See :func:`cut_texts`.
+    It uses the token limit that the model has when this object is created.
 
     Args:
         model: a model of sentence-transformers.
@@ -80,28 +85,28 @@ class TextCutter:
         self._copies_tokenizer = copy_tokenizer
         self._prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
         truncates_right = getattr(self._tokenizer, "truncation_side", None) == "right"
-        self._cuts_texts = self._limit > 0 and callable(self._tokenizer) and truncates_right
+        self._shortens = self._limit > 0 and callable(self._tokenizer) and truncates_right
 
-    def cut(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts, with the long ones cut."""
-        if not self._cuts_texts:
+    def shorten(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts, with prefixes in place of those that are very long."""
+        if not self._shortens:
             return list(texts)
-        max_characters = _UNCUT_CHARACTERS_PER_TOKEN * self._limit
+        max_characters = _MAX_CHARACTERS_PER_TOKEN * self._limit
         with ignoring_truncation():
             return [
-                text if len(text) <= max_characters else self._prefix_cutter.cut(text)
+                text if len(text) <= max_characters else self._prefix_finder.find(text)
                 for text in texts
             ]
 
     @functools.cached_property
-    def _prefix_cutter(self) -> _PrefixCutter:
-        """Created when the first long text comes, because it reads the vocabulary."""
+    def _prefix_finder(self) -> _PrefixFinder:
+        """Finds prefixes; created for the first long text, because it reads the vocabulary."""
         tokenizer = self._tokenizer
         if self._copies_tokenizer:
             tokenizer = copy.deepcopy(tokenizer)
         # One token more than the limit, so that the tokenizer still truncates the text, and reports
         # it as truncated.
-        return _PrefixCutter(tokenizer, self._prompts, self._limit + 1)
+        return _PrefixFinder(tokenizer, self._prompts, self._limit + 1)
 
 
 def token_counts(model: Model, texts: Sequence[str], kind: str) -> list[int | Exception]:
@@ -120,11 +125,11 @@ def token_counts(model: Model, texts: Sequence[str], kind: str) -> list[int | Ex
     limit = _token_limit_of_kind(model, kind)
 
     def count_tokens(batch: list[str]) -> list[int]:
-        cut_batch = cut_texts(model, batch)
+        short_batch = shorten_texts(model, batch)
         if limit is None:
-            encoded = model.tokenizer(cut_batch)
+            encoded = model.tokenizer(short_batch)
         else:
-            encoded = model.tokenizer(cut_batch, truncation=True, max_length=limit)
+            encoded = model.tokenizer(short_batch, truncation=True, max_length=limit)
         return [len(ids) for ids in encoded["input_ids"]]
 
     counts: list[int | Exception] = []
@@ -236,8 +241,8 @@ def _token_limit(model: Model) -> int | None:
     return max((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
-class _PrefixCutter:
-    """Cuts texts to prefixes that have the same first tokens.
+class _PrefixFinder:
+    """Finds prefixes of texts that have the same first tokens.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -253,12 +258,12 @@ class _PrefixCutter:
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
             self._prefix_tokenizer = PrefixTokenizer(tokenizer)
 
-    def cut(self, text: str) -> str:
+    def find(self, text: str) -> str:
         """Return a prefix of a text with the same first tokens, or the text if there is none."""
-        prefix = self._cut_anywhere(text)
-        return self._cut_at_white_space(text) if prefix is None else prefix
+        prefix = self._find_anywhere(text)
+        return self._find_at_white_space(text) if prefix is None else prefix
 
-    def _cut_anywhere(self, text: str) -> str | None:
+    def _find_anywhere(self, text: str) -> str | None:
         """Return a prefix whose first tokens do not depend on the rest, or None."""
         if self._prefix_tokenizer is None:
             return None
@@ -276,7 +281,7 @@ class _PrefixCutter:
             for prompt in self._prompts
         )
 
-    def _cut_at_white_space(self, text: str) -> str:
+    def _find_at_white_space(self, text: str) -> str:
         """Return a prefix that ends before white space and has enough tokens.
 
         Longer prefixes are tried until one has enough tokens.
@@ -306,24 +311,28 @@ class PrefixTokenizer:
     """Finds the first tokens of texts from a prefix, if they do not depend on the rest of the text.
 
     A fast tokenizer normalises a text, splits it into pieces, and tokenises each piece by itself.
-    Pieces that end well before the end of the prefix are complete: they stay the same when the text
-    goes on. The next piece is open: the text may continue it, so its last tokens may change.
+    Pieces that end well before the end of the prefix are complete: they stay the same, whatever
+    follows. The next piece is unfinished: the text may continue it, so its last tokens may change.
 
-    The first tokens of an open piece can be found for BPE and Unigram. If ``t1 ... tk`` are the
-    tokens of a piece, then ``t1 ... tj`` are the tokens of their characters, for each j, because
-    neither merges left of a token boundary nor the best path to it depend on the characters after
-    it. No token is longer than the longest token of the vocabulary, which has M characters. So the
-    complete piece has a token boundary among any M consecutive positions. If the piece, cut at each
-    of M such positions, has the same first n tokens, the complete piece has them too. A tokenizer
-    may fuse a token with the next one (unknown characters), so one more token must follow.
-    WordPiece and WordLevel know a word or do not, as a unit, so an open piece tells nothing.
+    The first tokens of an unfinished piece can be found for BPE and Unigram:
+
+    1. If a piece has the tokens ``t1 ... tk``, its beginning up to the end of ``tj`` has the tokens
+       ``t1 ... tj``. Neither merges before a token boundary nor the best path to it depend on the
+       characters after it.
+    2. The longest token of the vocabulary has M characters. The complete piece therefore has a
+       token boundary at one of any M consecutive positions.
+    3. If the beginnings of the piece up to M consecutive positions all have the same first n
+       tokens, one of them ends at a token boundary, so that the complete piece has these tokens.
+
+    A tokenizer may fuse a token with the next one (unknown characters), so one more token must
+    follow. WordPiece and WordLevel look up a whole word, so an unfinished word tells nothing.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Read the length of the longest token, and whether open pieces can be tokenised."""
+        """Read the length of the longest token, and whether unfinished pieces can be tokenised."""
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         # An added token may begin at the end of the prefix.
@@ -332,9 +341,9 @@ class PrefixTokenizer:
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         self.longest_token = max((len(token) for token in vocabulary), default=1)
         algorithm = type(self.backend.model).__name__
-        # With a suffix for the end of a word, BPE tokenises a cut piece as a complete word.
+        # With a suffix for the end of a word, BPE tokenises a part of a piece as a complete word.
         marks_word_ends = algorithm == "BPE" and self.backend.model.end_of_word_suffix
-        self.can_tokenize_open_pieces = algorithm in ("BPE", "Unigram") and not marks_word_ends
+        self.can_tokenize_unfinished = algorithm in ("BPE", "Unigram") and not marks_word_ends
 
     def first_tokens(self, prefix: str, count: int) -> list[int] | None:
         """Return the first `count` tokens of every text that begins with `prefix`.
@@ -384,12 +393,12 @@ class PrefixTokenizer:
         for piece, (_, piece_end) in pieces:
             if len(tokens) > count:  # the token after the last one shows that it is not fused
                 break
-            if piece_end > stable_end:  # an open piece
+            if piece_end > stable_end:  # an unfinished piece
                 n_missing = max(count - len(tokens), 1)  # at least the token after the last one
-                open_tokens = self._tokenize_open_piece(piece, n_missing)
-                if open_tokens is None:
+                unfinished_tokens = self._tokenize_unfinished_piece(piece, n_missing)
+                if unfinished_tokens is None:
                     return None
-                tokens += open_tokens
+                tokens += unfinished_tokens
                 break
             tokens += self._tokenize_piece(piece)
         return tokens[:count] if len(tokens) >= count else None
@@ -398,31 +407,32 @@ class PrefixTokenizer:
         """Return the token ids of a piece that is complete."""
         return [token.id for token in self.backend.model.tokenize(piece)]
 
-    def _tokenize_open_piece(self, piece: str, count: int) -> list[int] | None:
-        """Return the first `count` tokens of every piece that begins with `piece`.
+    def _tokenize_unfinished_piece(self, piece: str, count: int) -> list[int] | None:
+        """Return the first `count` tokens of a piece of which only the beginning is known.
 
-        Any window of ``longest_token`` positions contains a token boundary of the complete piece.
-        So if all cuts in a window agree on the first tokens, the complete piece has them too.
+        The piece is tokenised up to each of M consecutive positions, for the M characters of the
+        longest token. At one of them, the complete piece has a token boundary, so tokens that are
+        the same at all of them are its first tokens.
 
         Args:
-            piece: the last piece of a prefix. Its end is not used, because it may change.
+            piece: the known beginning of the piece.
             count: number of tokens.
 
         Returns:
-            The tokens, or None if the cuts disagree or are too short.
+            The tokens, or None if they differ between the positions, or are too few.
         """
-        if not self.can_tokenize_open_pieces:
+        if not self.can_tokenize_unfinished:
             return None
         # A byte-level piece has a character per byte, so a character may be several of them.
         stable_end = len(piece) - _BYTES_PER_CHARACTER * self.n_unstable
         if stable_end <= 2 * self.longest_token:
             return None
-        agreed: list[int] | None = None
-        for cut_position in range(stable_end, stable_end - self.longest_token, -1):
-            tokens = self._tokenize_piece(piece[:cut_position])
+        first_tokens: list[int] | None = None
+        for end in range(stable_end, stable_end - self.longest_token, -1):
+            tokens = self._tokenize_piece(piece[:end])
             if len(tokens) <= count:
                 return None
-            if agreed is not None and tokens[:count] != agreed:
+            if first_tokens is not None and tokens[:count] != first_tokens:
                 return None
-            agreed = tokens[:count]
-        return agreed
+            first_tokens = tokens[:count]
+        return first_tokens
