@@ -206,27 +206,26 @@ def compare(
     pairs = [(runs[0], run) for run in runs[1:]]
     if all_pairs:
         pairs = list(itertools.combinations(runs, 2))
-    comparisons = []
-    for measure in measures:
-        for over, run in pairs:
-            values = _values_of_measure(tables[run], queries, run, measure)
-            values_over = _values_of_measure(tables[over], queries, over, measure)
-            differences = np.round(values - values_over, DIGITS)
-            comparisons.append((run, over, measure, differences))
-    p_values = [_p_values(differences, resamples, seed) for *_, differences in comparisons]
-    corrected = holm([p_randomisation for p_randomisation, _ in p_values])
+    comparisons = [
+        _Comparison.of(tables, queries, run, over, measure)
+        for measure in measures
+        for over, run in pairs
+    ]
+    p_values = [_p_values(comparison.differences, resamples, seed) for comparison in comparisons]
+    p_holm_values = holm([p_randomisation for p_randomisation, _ in p_values])
     results = []
-    for (run, over, measure, differences), (p_randomisation, p_t), p_holm in zip(
+    for comparison, (p_randomisation, p_t), p_holm in zip(
         comparisons,
         p_values,
-        corrected,
+        p_holm_values,
         strict=True,
     ):
+        differences = comparison.differences
         lowest_first = np.argsort(differences, kind="stable")
         result = Difference(
-            run=run,
-            over=over,
-            measure=measure,
+            run=comparison.run,
+            over=comparison.over,
+            measure=comparison.measure,
             difference=mean_of(differences, resamples=resamples, seed=seed),
             wins=int(np.count_nonzero(differences > 0)),
             losses=int(np.count_nonzero(differences < 0)),
@@ -239,6 +238,48 @@ def compare(
         )
         results.append(result)
     return results
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Two runs that are compared in one measure, before the tests.
+
+    Attributes:
+        run: name of the run whose values are the minuend.
+        over: name of the run whose values are subtracted.
+        measure: name of the measure.
+        differences: `run` minus `over` for each query, float64 ``[Q]``.
+    """
+
+    run: str
+    over: str
+    measure: str
+    differences: _Floats
+
+    @classmethod
+    def of(
+        cls,
+        tables: Mapping[str, Table],
+        queries: Sequence[str],
+        run: str,
+        over: str,
+        measure: str,
+    ) -> _Comparison:
+        """Subtract the values of one run from those of another one, query by query.
+
+        Args:
+            tables: name of a run -> its values by query.
+            queries: ids of the Q queries, which all tables have.
+            run: name of the run whose values are the minuend.
+            over: name of the run whose values are subtracted.
+            measure: name of the measure.
+
+        Raises:
+            ValueError: if the measure is missing from one of the two tables.
+        """
+        values = _values_of_measure(tables[run], queries, run, measure)
+        values_over = _values_of_measure(tables[over], queries, over, measure)
+        return cls(run, over, measure, np.round(values - values_over, DIGITS))
 
 
 def _common_queries(tables: Mapping[str, Table]) -> list[str]:

@@ -28,7 +28,6 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.vectors.sparse import (
-    Floats,
     Row,
     SparseVectors,
     check_same_vocabulary,
@@ -367,14 +366,11 @@ def expand_dense(
         ("documents", documents, document_ids),
     ):
         check_instance(name, vectors, torch.Tensor, "a tensor [N, D]")
-        if (
-            vectors.ndim != 2
-            or vectors.shape[0] != len(ids)
-            or vectors.shape[1] != queries.shape[-1]
-        ):
+        expected_shape = (len(ids), queries.shape[-1])
+        if tuple(vectors.shape) != expected_shape:
             raise ArgumentError(
                 name,
-                f"expected [{len(ids)}, {queries.shape[-1]}], got {tuple(vectors.shape)}.",
+                f"expected {list(expected_shape)}, got {tuple(vectors.shape)}.",
             )
     if feedback.top_terms is not None:
         raise ArgumentError(
@@ -391,7 +387,8 @@ def expand_dense(
         query = queries[query_row].to(torch.float64)
         vectors = documents[[*best, *worst]].to(torch.float64)
         if feedback.scales:
-            vectors *= (query.norm() / vectors.norm(dim=1, keepdim=True)).nan_to_num(0.0, 0.0)
+            scales = query.norm() / vectors.norm(dim=1, keepdim=True)
+            vectors *= scales.nan_to_num(0.0, posinf=0.0)  # a vector of zeros stays as it is
         total = (
             query_weight * query
             + best_weight * vectors[: len(best)].sum(0)
@@ -453,8 +450,8 @@ def _expanded_row(
     """Compute one sparse query after feedback.
 
     The new query is ``query_weight * query + best_weight * sum(best) + worst_weight *
-    sum(worst)``. If ``feedback.scales``, each document's vector is first scaled to the query's
-    length.
+    sum(worst)``. If ``feedback.scales``, the vector of each document is first scaled to the
+    Euclidean norm of the query.
 
     Args:
         query: terms and weights of the query before feedback.
@@ -469,16 +466,17 @@ def _expanded_row(
     if not best:
         return query
     query_weight, best_weight, worst_weight = feedback.weights(len(best), len(worst))
-    # Each summand is a row of terms and weights. The first one is the query.
-    summands = [query, *(documents.row(row) for row in (*best, *worst))]
-    factors = [query_weight] + [best_weight] * len(best) + [worst_weight] * len(worst)
+    document_rows = [documents.row(row) for row in (*best, *worst)]
+    factors = [best_weight] * len(best) + [worst_weight] * len(worst)
     if feedback.scales:
-        lengths = [_length(weights) for _, weights in summands]
-        query_length = lengths[0]
-        # A document without terms has length 0 and adds nothing, so its factor is 0.
-        for position in range(1, len(summands)):
-            length = lengths[position]
-            factors[position] = factors[position] * query_length / length if length else 0.0
+        query_norm = _norm(query)
+        for position, document_row in enumerate(document_rows):
+            document_norm = _norm(document_row)
+            # A document without terms has the norm 0 and adds nothing.
+            if document_norm:
+                factors[position] = factors[position] * query_norm / document_norm
+    summands = [query, *document_rows]
+    factors = [query_weight, *factors]
     # Add up the products of the same term.
     terms, term_positions = np.unique(
         np.concatenate([terms for terms, _ in summands]),
@@ -500,6 +498,7 @@ def _expanded_row(
     return terms[positions], totals[positions]
 
 
-def _length(weights: Floats) -> float:
-    """Return the Euclidean norm of weights, summed in float64."""
+def _norm(row: Row) -> float:
+    """Return the Euclidean norm of a sparse vector, summed in float64."""
+    _, weights = row
     return math.sqrt(float(np.square(weights, dtype=np.float64).sum()))

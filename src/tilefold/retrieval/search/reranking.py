@@ -337,8 +337,8 @@ class Reranker:
             candidate_texts = self.texts_to_encode(run, reranking.depth, by, passages)
             documents = encode_texts(self.model, candidate_texts, kind="document")
         weight = reranking.weight
+        # An interpolation keeps all candidates, with their scores before reranking.
         tail: Tail = reranking.tail if weight is None else "drop"
-        reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
         passage_ids = self._passages_to_score(run, reranking.depth, by, passages)
         late_passages: BestPassages = {}
         if passage_ids is None:
@@ -348,7 +348,7 @@ class Reranker:
                 documents,
                 depth=reranking.depth,
                 tail=tail,
-                reduction=reduction,
+                reduction=self._reduction,
             )
         else:
             passage_run = rerank(
@@ -356,7 +356,7 @@ class Reranker:
                 query_vectors,
                 documents,
                 tail="drop",
-                reduction=reduction,
+                reduction=self._reduction,
             )
             document_run, late_passages = best_passages(passage_run)
             late_run = {
@@ -368,6 +368,11 @@ class Reranker:
         n_candidates = max(len(scores) for scores in run.values())
         interpolated_run = interpolate([run, late_run], [1 - weight, weight], k=n_candidates)
         return RerankedRun(late_run, interpolated_run, late_passages)
+
+    @property
+    def _reduction(self) -> str:
+        """How the model combines the maxima of the query tokens: ``"mean"`` or ``"sum"``."""
+        return "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
 
     @property
     def passages(self) -> str | None:

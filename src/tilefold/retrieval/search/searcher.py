@@ -713,12 +713,9 @@ class Searcher:
         self._check_by(request)
         self._check_passages_of_second_index(request)
         ranking = Ranking(run={}, by=request.by)
-        query_ids = list(queries)
-        depth = request.retrieval_depth
-        mix = request.interpolation
-        second_run: Run = {}
-        if mix is not None:
-            second = self._search_second_index(queries, depth, request)
+        second_run: Run | None = None
+        if request.interpolation is not None:
+            second = self._search_second_index(queries, request.retrieval_depth, request)
             ranking._add_details(second)
             second_run = second.run
         # Each class of retrievers takes query vectors of its own type.
@@ -727,23 +724,66 @@ class Searcher:
             retriever = retriever.as_vectors
         ranking.vectors = retriever.encode(queries) if vectors is None else vectors
         ranking.vectors_before_feedback = ranking.vectors
-        run = self._search_index(ranking, retriever, query_ids, depth, request)
-        if request.feedback is not None:
-            feedback_run = run if mix is None else mix.before_feedback(run, second_run, depth)
-            self._apply_feedback(ranking, retriever, query_ids, feedback_run, request.feedback)
-            new_depth = request.candidates if mix is None else depth
-            run = self._search_index(ranking, retriever, query_ids, new_depth, request)
-        if mix is None:
-            ranking.run = _truncated(run, request.candidates)
-            ranking.stages[self.stage] = ranking.run
+        query_ids = list(queries)
+        if second_run is None:
+            self._retrieve(ranking, retriever, query_ids, request)
         else:
-            mixed_run = mix.after_feedback(run, second_run, depth)
-            ranking.run = _truncated(mixed_run, request.candidates)
-            # Its results may have scores of the index below the best candidates.
-            ranking.stages[self.stage] = run
+            self._retrieve_interpolated(ranking, retriever, query_ids, second_run, request)
         if request.fusion is not None:
             self._fuse_with_second_index(queries, ranking, request.fusion, request)
         return ranking
+
+    def _retrieve(
+        self,
+        ranking: Ranking,
+        retriever: Any,
+        query_ids: list[str],
+        request: SearchRequest,
+    ) -> None:
+        """Search the index, and search it again with the query vectors that feedback has changed.
+
+        Args:
+            ranking: the ranking with the query vectors, which gets the run.
+            retriever: the retriever of the index.
+            query_ids: ids of the queries.
+            request: options of the search.
+        """
+        run = self._search_index(ranking, retriever, query_ids, request.retrieval_depth, request)
+        if request.feedback is not None:
+            self._apply_feedback(ranking, retriever, query_ids, run, request.feedback)
+            run = self._search_index(ranking, retriever, query_ids, request.candidates, request)
+        ranking.run = _truncated(run, request.candidates)
+        ranking.stages[self.stage] = ranking.run
+
+    def _retrieve_interpolated(
+        self,
+        ranking: Ranking,
+        retriever: Any,
+        query_ids: list[str],
+        second_run: Run,
+        request: SearchRequest,
+    ) -> None:
+        """Search the index, and add the scores of the second index before and after feedback.
+
+        Args:
+            ranking: the ranking with the query vectors, which gets the run.
+            retriever: the retriever of the index.
+            query_ids: ids of the queries.
+            second_run: the run of the second index.
+            request: options of the search, with an interpolation.
+        """
+        interpolation: Any = request.interpolation
+        depth = request.retrieval_depth
+        run = self._search_index(ranking, retriever, query_ids, depth, request)
+        if request.feedback is not None:
+            feedback_run = interpolation.before_feedback(run, second_run, depth)
+            self._apply_feedback(ranking, retriever, query_ids, feedback_run, request.feedback)
+            run = self._search_index(ranking, retriever, query_ids, depth, request)
+        interpolated_run = interpolation.after_feedback(run, second_run, depth)
+        ranking.run = _truncated(interpolated_run, request.candidates)
+        # A result of the interpolated run may have a low rank in this index, so that its score is
+        # reported from the whole run.
+        ranking.stages[self.stage] = run
 
     def _search_index(
         self,
@@ -848,17 +888,20 @@ class Searcher:
         Returns:
             The run, with `request.candidates` documents per query.
         """
-        mix = request.interpolation
-        depth = request.candidates if mix is None else max(request.candidates, FULL_DEPTH)
+        interpolation = request.interpolation
+        depth = request.candidates
+        if interpolation is not None:
+            depth = max(depth, FULL_DEPTH)
         request_without_feedback = replace(request, k=depth, feedback=None, interpolation=None)
         # A BM25 index is searched with texts. Only feedback has turned them into vectors.
         searches_texts = isinstance(self.retriever, WordsRetriever)
         query_vectors = None if searches_texts else ranking.vectors_before_feedback
         run = self.rank(queries, request_without_feedback, query_vectors).run
-        if mix is None:
+        if interpolation is None:
             return run
         second_run = self.second_run(queries, depth, request)
-        return _truncated(mix.mix(run, second_run, depth), request.candidates)
+        interpolated_run = interpolation.mix(run, second_run, depth)
+        return _truncated(interpolated_run, request.candidates)
 
     def rerank(
         self,
@@ -958,13 +1001,13 @@ class Searcher:
         It needs them if passages are ranked, or if feedback reads a run that the run of the second
         index is mixed into.
         """
-        mix = request.interpolation
-        is_second_used = mix is not None or request.fusion is not None
+        interpolation = request.interpolation
+        is_second_used = interpolation is not None or request.fusion is not None
         if self.second is None or self.passages is None or not is_second_used:
             return
         if request.by == "passage":
             reason = "because passages are ranked"
-        elif mix is not None and mix.mixes_before_feedback:
+        elif interpolation is not None and interpolation.mixes_before_feedback:
             reason = "because feedback reads the best passages"
         else:
             return
