@@ -330,10 +330,10 @@ def _parse_lines(
             name, content = id_and_contents_of_line(text, path, fields)
             filled_offsets.append(offset)
             ids.append(name)
-            contents.append(_bytes(content))
-    if any("\0" in name for name in ids):
+            contents.append(_utf8(content))
+    if any("\0" in name for name in ids):  # which no id may contain
         check_text_ids("documents", ids)  # raises an error that names the id
-    return _ParsedLines(filled_offsets, [_bytes(name) for name in ids], contents)
+    return _ParsedLines(filled_offsets, [_utf8(name) for name in ids], contents)
 
 
 def _split_plain_lines(offsets: Sequence[int], lines: list[bytes]) -> _ParsedLines | None:
@@ -428,7 +428,8 @@ def _id_and_text(line: str) -> tuple[str, str]:
     return name, text
 
 
-def _bytes(text: str) -> bytes:
+def _utf8(text: str) -> bytes:
+    """Encode a text in UTF-8, also if it has half a surrogate pair, which strict UTF-8 refuses."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -438,7 +439,7 @@ def id_key(name: str | bytes) -> int:
     The key of a number of up to 18 digits without a leading zero is the number itself. The key of
     another text is a digest, which two different texts share with a probability of 2^-64.
     """
-    text = name if isinstance(name, bytes) else _bytes(name)
+    text = name if isinstance(name, bytes) else _utf8(name)
     if len(text) <= _LONGEST_NUMBER and text.isdigit() and not text.startswith(b"0"):
         return int(text)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -84,6 +84,16 @@ class LineIndex(NamedTuple):
     offsets: npt.NDArray[Any]
     text_keys: npt.NDArray[Any]
 
+    def has_shapes_of(self, n_documents: int) -> bool:
+        """Return whether all arrays have the shapes for a number of documents."""
+        shapes = (
+            self.sorted_id_keys.shape,
+            self.positions.shape,
+            self.offsets.shape,
+            self.text_keys.shape,
+        )
+        return shapes == ((n_documents,), (n_documents,), (n_documents + 1,), (n_documents,))
+
 
 # Field of a LineIndex -> its file in the cache.
 _ARRAY_FILES = {
@@ -444,10 +454,11 @@ def _read_cache(
     description = read_json(folder / _DESCRIPTION_FILE) or {}
     count = description.get("documents")
     sha256 = description.get("texts_sha256")
-    is_current = description.get("keys") == _KEYS_VERSION and description.get("state") == list(
-        state
-    )
-    if not is_current or not isinstance(sha256, str) or not isinstance(count, int):
+    has_current_keys = description.get("keys") == _KEYS_VERSION
+    is_unchanged = description.get("state") == list(state)
+    if not has_current_keys or not is_unchanged:
+        return None
+    if not isinstance(sha256, str) or not isinstance(count, int):
         return None
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:
@@ -457,8 +468,7 @@ def _read_cache(
     except (OSError, ValueError, EOFError):
         return None
     line_index = LineIndex(**arrays)
-    shapes = [array.shape for array in line_index]
-    if shapes != [(count,), (count,), (count + 1,), (count,)]:
+    if not line_index.has_shapes_of(count):
         return None
     return LazyDocuments(file, state, sha256, line_index, id_and_document_of_line, fields)
 

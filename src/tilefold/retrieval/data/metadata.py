@@ -245,6 +245,26 @@ def _parse_value(text: str, *, is_text_field: bool) -> object:
     return value
 
 
+def _parse_range(name: str, value: Mapping[Any, Any]) -> dict[str, Any]:
+    """Check the bounds of a range.
+
+    Args:
+        name: the field.
+        value: name of a bound, such as ``"gte"`` -> number.
+
+    Raises:
+        ValueError: if there is no bound, a name is unknown, or a bound is not a finite number.
+    """
+    names = _BOUNDS.values()
+    has_unknown_names = not value.keys() <= set(names)
+    if not value or has_unknown_names or not all(map(_is_bound, value.values())):
+        raise ArgumentError(
+            "where",
+            f"expected numbers under {', '.join(names)} for {name!r}, got {dict(value)!r:.200}.",
+        )
+    return dict(value)
+
+
 def _is_bound(value: object) -> bool:
     """Whether a value is a finite number in the range of float64."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -284,14 +304,7 @@ def _parse_condition(name: str, value: object) -> Condition:
     if value is None:
         return []
     if isinstance(value, Mapping):
-        bounds = _BOUNDS.values()
-        if not value or {*value} - {*bounds} or not all(map(_is_bound, value.values())):
-            raise ArgumentError(
-                "where",
-                f"expected numbers under {', '.join(bounds)} for {name!r}, "
-                f"got {dict(value)!r:.200}.",
-            )
-        return dict(value)
+        return _parse_range(name, value)
     values: list[Any]
     if isinstance(value, (str, bool, int)):
         values = [value]

@@ -88,8 +88,10 @@ def open_page_folder(
             _check_file(file, name, root)
             n_pages = count_pages(file) if page_cache is None else page_cache.count_pages(name)
         except DataError as error:
-            reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{_printable(name)}: ")
-            folder.unread_files[_printable(name)] = reason
+            # The reason is listed by the name of the file, which some messages begin with.
+            printable_name = _printable(name)
+            reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{printable_name}: ")
+            folder.unread_files[printable_name] = reason
             continue
         for number in range(1, n_pages + 1):
             if page_ranges is None or number in page_ranges:

@@ -29,7 +29,7 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", *TIFF_SUFFIXES)
 PAGE_SUFFIXES = (PDF_SUFFIX, *IMAGE_SUFFIXES)
 # Decoders that Pillow may use. Others, such as the one of EPS, start programs.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
-_PAGE_RANGE = re.compile(r"(\d+)(-(\d*))?")
+_PAGE_RANGE = re.compile(r"(?P<first>\d+)((?P<dash>-)(?P<last>\d*))?")
 _PAGE_RANGE_FORMS = "'3', '1-10', '20-' or several of them, such as '1-10,15'"
 # PDFium must not be called by two threads at the same time. A process must not be forked during a
 # call either: nothing would release the lock in the new process.
@@ -190,10 +190,10 @@ def _parse_range(part: str, text: str) -> tuple[int, int | None]:
     match = _PAGE_RANGE.fullmatch(part)
     if match is None:
         raise ArgumentError("page_ranges", f"expected {_PAGE_RANGE_FORMS}, got {text!r}.")
-    first = int(match[1])
+    first = int(match["first"])
     last: int | None = first
-    if match[2] is not None:
-        last = int(match[3]) if match[3] else None
+    if match["dash"]:
+        last = int(match["last"]) if match["last"] else None
     if first < 1 or (last is not None and last < first):
         raise ArgumentError(
             "page_ranges",

@@ -206,13 +206,11 @@ def text_rows(
     Yields:
         ``(where, row)``: file and line, and the fields of the row by name.
     """
-    names: list[str] = []
-    is_first = True
-    for number, line in _filled_lines(lines):
+    names: list[str] = []  # names of the columns in the header, if there is one
+    for position, (number, line) in enumerate(_filled_lines(lines)):
         where = f"{path}:{number}"
         values = _fields_of(line)
-        if is_first:
-            is_first = False
+        if position == 0:
             columns = header_columns(values, where, fields)
             if columns:
                 _warn_of_header(where, tuple(values), tuple(columns))
@@ -764,13 +762,11 @@ def _judgements(path: Path) -> Iterator[Judgement]:
             yield _judgement_of_row(row, where)
         return
     header: list[str | None] = []
-    is_first = True
-    for number, line in _filled_lines(numbered_lines(path)):
+    for position, (number, line) in enumerate(_filled_lines(numbered_lines(path))):
         fields = _fields_of(line)
         if len(fields) == 1:  # separated by spaces
             fields = line.split()
-        if is_first:
-            is_first = False
+        if position == 0:
             columns = named_columns(fields, JUDGEMENT_NAMES)
             if all(columns.count(name) == 1 for name in _JUDGEMENT_COLUMNS):
                 header = columns

@@ -219,13 +219,13 @@ class TrainingRows:
         """
         n_queries = len(self.queries)
         n_documents = max(1, len(self.documents))
-        # numbers of the queries at which blocks begin, and of the end
-        row_limits = np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP)
-        query_limits = np.minimum(np.searchsorted(self.offsets, row_limits), n_queries)
-        for first_query, end_query in itertools.pairwise(query_limits.tolist()):
+        # Blocks of queries begin at the first query at or after each of these rows.
+        block_rows = np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP)
+        block_queries = np.minimum(np.searchsorted(self.offsets, block_rows), n_queries)
+        for first_query, end_query in itertools.pairwise(block_queries.tolist()):
             first_row = int(self.offsets[first_query])
             row_counts = np.diff(self.offsets[first_query : end_query + 1])
-            # Rows have equal keys only if they have the same query and document.
+            # A key is a number for the pair of a row's query and document.
             keys = np.repeat(np.arange(len(row_counts)) * n_documents, row_counts)
             keys += self.document[first_row : first_row + len(keys)]
             order = np.argsort(keys, kind="stable")
@@ -612,10 +612,9 @@ def _rows_of_table(
             "relevant: expected true or false in every row, got "
             f"{relevant.type} with {relevant.null_count} null(s).",
         )
-    order: Any = slice(None)
-    are_grouped = not bool((np.diff(queries.positions) < 0).any())
-    if not are_grouped:  # put the rows of each query together
-        order = np.argsort(queries.positions, kind="stable")
+    order: Any = slice(None)  # the order of the file, in which queries usually are grouped
+    if (np.diff(queries.positions) < 0).any():
+        order = np.argsort(queries.positions, kind="stable")  # groups the rows of each query
     retriever_column = "retriever_score" if teacher_columns else "score"
     null_values: dict[str, float | None] = {"rank": 0.0, retriever_column: np.nan}
     if teacher_columns:
@@ -757,7 +756,7 @@ def _number_in_first_order(
 
 
 def _to_integers(pa: ModuleType, column: Any, name: str) -> npt.NDArray[np.int64]:
-    """Convert a column of strings to integers.
+    """Convert a column of ids such as ``"7"`` to integers, from which the ids can be restored.
 
     Args:
         pa: the module ``pyarrow``.
@@ -765,15 +764,13 @@ def _to_integers(pa: ModuleType, column: Any, name: str) -> npt.NDArray[np.int64
         name: name of the column, for the error message.
 
     Raises:
-        ArrowInvalid: if a value is not an integer in its shortest form, such as ``"7"``.
+        ArrowInvalid: if the column does not have strings, if a value is missing, or if a value is
+            not an integer in its shortest form, such as ``"007"``.
     """
+    if not pa.types.is_string(column.type) or column.null_count:
+        raise pa.ArrowInvalid(f"{name}: other ids")
     integers = column.cast(pa.int64())
-    is_exact = (
-        pa.types.is_string(column.type)
-        and not column.null_count
-        and integers.cast(pa.string()).equals(column)
-    )
-    if not is_exact:
+    if not integers.cast(pa.string()).equals(column):
         raise pa.ArrowInvalid(f"{name}: other ids")
     return np.asarray(integers)
 

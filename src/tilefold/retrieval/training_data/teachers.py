@@ -565,6 +565,22 @@ _SCORERS: dict[str, Callable[[Any, _Task], Floats]] = {
 }
 
 
+def _check_scale_and_like(
+    teachers: Mapping[str, Floats],
+    scale: float | None,
+    like: str | None,
+) -> None:
+    """Raise ``ValueError`` for a wrong `scale` or `like` of :func:`ensemble`, or for both."""
+    if like is not None and scale is not None:
+        raise ArgumentError(("like", "scale"), "expected one of them, got both.")
+    if like is not None and like not in teachers:
+        raise ArgumentError(
+            "like", f"expected one of the teachers {', '.join(teachers)}, got {like!r}."
+        )
+    if scale is not None and not 0 < scale < np.inf:
+        raise ArgumentError("scale", f"expected a finite number above 0, got {scale!r}.")
+
+
 def ensemble(
     rows: TrainingRows,
     teachers: Mapping[str, Floats],
@@ -599,14 +615,7 @@ def ensemble(
     if not teachers:
         raise ArgumentError("teachers", "expected at least one, got an empty mapping.")
     check_choice("normalization", normalization, NORMALIZATIONS)
-    if like is not None and scale is not None:
-        raise ArgumentError(("like", "scale"), "expected one of them, got both.")
-    if like is not None and like not in teachers:
-        raise ArgumentError(
-            "like", f"expected one of the teachers {', '.join(teachers)}, got {like!r}."
-        )
-    if scale is not None and not 0 < scale < np.inf:
-        raise ArgumentError("scale", f"expected a finite number above 0, got {scale!r}.")
+    _check_scale_and_like(teachers, scale, like)
     columns = [_scores_of_rows(name, scores, len(rows)) for name, scores in teachers.items()]
     if normalization == "min_max":
         columns = [_min_max(rows, scores) for scores in columns]

@@ -416,13 +416,7 @@ def _survey(
         description = vectors
     else:
         source = Path(vectors)
-        description = read_manifest(source)
-        check_complete(source, description)
-        if description.kind != "document":
-            raise DataError(
-                f"{source}: expected vectors of documents, got vectors of kind "
-                f"{description.kind!r}.",
-            )
+        description = _read_document_manifest(source)
     is_used = np.zeros(description.vocab_size, dtype=np.bool_)
     min_weight = math.inf
     max_weight = 0.0
@@ -455,6 +449,24 @@ def _survey(
         n_documents=n_documents,
         n_weights=n_weights,
     )
+
+
+def _read_document_manifest(folder: Path) -> VectorManifest:
+    """Read the manifest of a folder of vectors, which must be complete and of documents.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        DataError: if the folder is incomplete, or its vectors are of queries.
+    """
+    manifest = read_manifest(folder)
+    check_complete(folder, manifest)
+    if manifest.kind != "document":
+        raise DataError(
+            f"{folder}: expected vectors of documents, got vectors of kind {manifest.kind!r}.",
+        )
+    return manifest
 
 
 def _shards_of(source: SparseVectors | Path) -> Iterator[SparseVectors]:
