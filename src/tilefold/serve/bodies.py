@@ -155,11 +155,12 @@ def _one_or_list(
 
     The validated field is always a list: a single input is wrapped in a :class:`Single`.
 
-    The two functions differ in the empty list. As a field it is a list of no inputs; as an item it
-    is an input, a list of no token ids, which is refused later with a better message.
+    Both functions tell whether a value is an input, but not always the same for an empty list. The
+    field ``[]`` is a list without inputs. The field ``[[]]`` is a list of one input without token
+    ids, which is refused later with a better message.
 
     Args:
-        is_input: function that returns whether the field is a single input.
+        is_input: function that returns whether the value of the field is a single input.
         is_item: function that returns whether an item of the list is an input.
         expected: description of a valid field, for the error message.
     """
@@ -244,14 +245,14 @@ class StrictBody(Body):
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
-class Cut(Body):
+class TruncationOptions(Body):
     """Options for texts that are too long."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
 
 
-class Encoded(Cut):
+class Encoded(TruncationOptions):
     """Options of encoding."""
 
     prompt_name: str | None = None
@@ -333,7 +334,7 @@ class Decode(Body):
     skip_special_tokens: bool = True
 
 
-class Rerank(Cut):
+class Rerank(TruncationOptions):
     """Body of ``/rerank``.
 
     ``texts`` selects the response format of text-embeddings-inference, and ``documents`` the
@@ -350,7 +351,7 @@ class Rerank(Cut):
     return_documents: bool = True
 
 
-class Score(Cut):
+class Score(TruncationOptions):
     """Body of ``/score``, under all names that vLLM accepts for its fields.
 
     It has one query for all documents, or a query for each document.

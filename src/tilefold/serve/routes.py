@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -175,16 +174,16 @@ class Routes:
         options: EncodeOptions,
         name: str = "inputs",
     ) -> Outcome:
-        """Encode texts, lists of token ids and images.
+        """Encode the inputs of a request, and count the request in the metrics.
 
-        Token ids are encoded without a prompt and special tokens. If the request names a prompt,
-        they are decoded instead, and their text is encoded with the prompt.
+        Token ids are encoded as they are, without prompt and special tokens. If the request names a
+        prompt, they are decoded, and their text is encoded with the prompt.
 
         Args:
             kind: kind of the model.
             inputs: texts, lists of token ids or images.
             options: how the inputs are encoded.
-            name: field of the request, for error messages.
+            name: the field with the inputs, for error messages.
 
         Returns:
             The encoded inputs, with counts and durations.
@@ -195,7 +194,7 @@ class Routes:
         """
         service = self.service
         model = service.model(kind)
-        service.metrics.count("te_request_count", method=_method(inputs))
+        service.metrics.count("te_request_count", method=_single_or_batch(inputs))
         with service.acquire_inputs(inputs, name):
             if any(isinstance(item, list) for item in inputs):
                 key = model.batch_key(options.side, options.prompt_name)
@@ -249,10 +248,10 @@ class Routes:
         outcome = await self._encode(kind, body.inputs, self._options(body, normalize))
         row_jsons = await self.service.map_items(outcome.rows, serialize, size)
         content = bodies.json_list(row_jsons)
-        return self._record_and_respond(content, outcome, kind, _method(body.inputs))
+        return self._record_and_respond(content, outcome, kind, _single_or_batch(body.inputs))
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
-        """Answer with sparse vectors."""
+        """Answer ``/embed_sparse`` with a JSON list of one sparse vector per input."""
         serialize = partial(
             bodies.sparse_rows,
             body=body,
@@ -261,24 +260,30 @@ class Routes:
         return await self._embed("sparse", body, serialize, lambda row: len(row.indices))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
-        """Answer with a vector for each token."""
+        """Answer ``/embed_all`` with a JSON list of the token vectors of each input."""
         return await self._embed("multi-vector", body, bodies.matrices, lambda row: row.numel())
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
-        """Answer with dense vectors."""
+        """Answer ``/embed`` with a JSON list of one dense vector per input.
+
+        Args:
+            body: inputs and options. `dimensions` keeps the first entries of each vector, and
+                `normalize` scales it to length 1.
+            request: not used.
+        """
         self._check_dense()
 
         def serialize(rows: Sequence[bodies.Vector]) -> list[bytes]:
-            return bodies.vectors(
-                [_shorten(row, body.dimensions, body.normalize) for row in rows],
-            )
+            shortened = [_shorten(row, body.dimensions, body.normalize) for row in rows]
+            return bodies.vectors(shortened)
 
         return await self._embed("dense", body, serialize, normalize=body.normalize)
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
-        """Answer with dense vectors in OpenAI's format.
+        """Answer ``/v1/embeddings`` with dense vectors in OpenAI's format.
 
-        Vectors may be large, and are serialized by helper threads.
+        Helper threads serialize the vectors, because large ones would block the event loop for
+        long.
         """
         self._check_dense()
         outcome = await self._encode("dense", body.input, EncodeOptions(self.side), "input")
@@ -294,7 +299,7 @@ class Routes:
             bodies.to_json(self.service.model("dense").name),
             bodies.to_json(_usage(outcome)),
         )
-        return self._record_and_respond(content, outcome, "dense", _method(body.input))
+        return self._record_and_respond(content, outcome, "dense", _single_or_batch(body.input))
 
     def _check_dense(self) -> None:
         """Raise ``ServeError`` if the service has no dense model."""
@@ -319,7 +324,7 @@ class Routes:
         raise invalid("`texts` or `documents`: expected one of them")
 
     async def _rerank_texts(self, body: bodies.Rerank, texts: list[str]) -> Response:
-        """Answer with the ranking of texts in text-embeddings-inference's format."""
+        """Rank texts by their score with the query, in text-embeddings-inference's format."""
         scores, outcome = await self._score_texts([body.query], texts, body, "texts")
         ranked = _ranked_texts(texts, scores, _ranking(scores), body.return_text)
         return self._record_and_respond(bodies.to_json(ranked), outcome, "multi-vector")
@@ -329,7 +334,7 @@ class Routes:
         body: bodies.Rerank,
         documents: list[str | ImageData],
     ) -> Response:
-        """Answer with the ranking of documents in Cohere's format."""
+        """Rank documents by their score with the query, in Cohere's format."""
         scores, outcome = await self._score_texts([body.query], documents, body, "documents")
         ranking = _ranking(scores)[: body.top_n]
         content = {
@@ -406,25 +411,24 @@ class Routes:
             outcome.characters += query_outcome.characters * len(texts) // len(queries)
             outcome.tokens += query_outcome.tokens
             outcome.started = query_outcome.started
-            # One query with all texts, or each query with its text.
-            groups = [(query_outcome.rows[0], outcome.rows)]
-            if len(queries) > 1:
-                groups = [
-                    (query, [document])
-                    for query, document in zip(query_outcome.rows, outcome.rows, strict=True)
-                ]
-            reduction: Reduction = "mean"
-            if body.raw_scores and model.model.similarity_fn_name != "meanmaxsim":
-                reduction = "sum"  # a model that compares by the mean has no other score
+            # A model whose similarity is the mean has no score without normalisation.
+            has_raw_scores = model.model.similarity_fn_name != "meanmaxsim"
+            reduction: Reduction = "sum" if body.raw_scores and has_raw_scores else "mean"
+            query_rows = query_outcome.rows
+            document_rows = outcome.rows
 
-            def score_groups() -> list[list[float]]:
-                return [_late_scores(query, documents, reduction) for query, documents in groups]
+            def compute_scores() -> list[float]:
+                if len(query_rows) == 1:
+                    return _late_scores(query_rows[0], document_rows, reduction)
+                scores: list[float] = []
+                for query, document in zip(query_rows, document_rows, strict=True):
+                    scores += _late_scores(query, [document], reduction)
+                return scores
 
-            scores_by_group = await service.run_on_device(model, score_groups)
-            return list(itertools.chain.from_iterable(scores_by_group)), outcome
+            return await service.run_on_device(model, compute_scores), outcome
 
     async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
-        """Answer with the cosine similarities between a sentence and other sentences."""
+        """Answer ``/similarity`` with the cosines of a sentence and each of the other sentences."""
         models = self.service.models
         if "sparse" not in models and "dense" not in models:  # a multi-vector model only
             raise wrong_model(
@@ -445,7 +449,7 @@ class Routes:
         return self._record_and_respond(bodies.to_json(similarities), outcome, kind)
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
-        """Refuse a request for classes."""
+        """Refuse a request to ``/predict``, which asks for the class of a text."""
         raise wrong_model("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
@@ -705,7 +709,7 @@ def _usage(outcome: Outcome) -> dict[str, int]:
     return {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
 
 
-def _method(inputs: Any) -> str:
+def _single_or_batch(inputs: Any) -> str:
     """Return the label in the metrics for a request with a single input, or with a list."""
     return "single" if isinstance(inputs, bodies.Single) else "batch"
 

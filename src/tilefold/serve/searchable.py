@@ -212,9 +212,11 @@ class Searchable:
         """Convert an encoded query to the form in which the index searches with it.
 
         Args:
-            row: the query as the service has encoded it: a sparse
-                :class:`tilefold.serve.bodies.Row`, of which the :attr:`query_top_k` largest weights
-                are kept, token vectors ``[Lq, D]``, or a dense vector ``[D]``.
+            row: the query as the service has encoded it: a :class:`tilefold.serve.bodies.Row` of a
+                sparse model, a tensor of token vectors ``[Lq, D]``, or a dense vector ``[D]``.
+
+        Returns:
+            Vectors of one query. Of a sparse query, the :attr:`query_top_k` largest weights.
 
         Raises:
             ValueError: if the index is a BM25 index, which has no vectors.

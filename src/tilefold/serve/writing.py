@@ -22,18 +22,19 @@ import torch
 from tilefold._internal.files import InUseError
 from tilefold._internal.processes import describe_exit
 from tilefold.ops.row_groups import normalize_rows
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, provenance_of
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.data.passages import Passages
 from tilefold.retrieval.encoding.job import Job, Output
-from tilefold.retrieval.encoding.sparse import SparseEncoding
+from tilefold.retrieval.encoding.sparse import SparseEncoding, SparseJob
 from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import LATE
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.vectors.sparse import SparseVectors
-from tilefold.serve.bodies import ServeError, invalid
+from tilefold.serve.bodies import Row, ServeError, invalid
 from tilefold.serve.document_log import Change, DocumentLog, LoggedDocuments
 from tilefold.serve.following import IndexFollower
 from tilefold.serve.models import Served
@@ -719,23 +720,16 @@ def _write_vectors(
     job: Job[Any, Any]
     vectors: Any
     if model.kind == "sparse":
-        sparse = SparseEncoding(special_tokens=provenance.special_tokens is not False)
-        sparse_job = sparse.create_job(model.model, texts, output, provenance_of_texts)
-        vectors = SparseVectors(
-            ids,
-            np.cumsum([0, *(len(rows[name].indices) for name in ids)]),
-            np.concatenate([rows[name].indices for name in ids]),
-            np.concatenate([rows[name].weights for name in ids]),
-            sparse_job.vector_size,
-            sparse_job.vocabulary,
-        )
-        vectors = vectors.above(0.0)
-        if not sparse.special_tokens:
+        has_special_tokens = provenance.special_tokens is not False
+        encoding = SparseEncoding(special_tokens=has_special_tokens)
+        sparse_job = encoding.create_job(model.model, texts, output, provenance_of_texts)
+        vectors = _sparse_vectors_of({name: rows[name] for name in ids}, sparse_job)
+        if not has_special_tokens:
             vectors = vectors.without(model.model.tokenizer.all_special_ids)
         job = sparse_job
     elif model.kind == "dense":
-        dense = DenseEncoding(dimension=dimension)
-        job = dense.create_job(model.model, texts, output, provenance_of_texts)
+        dense_encoding = DenseEncoding(dimension=dimension)
+        job = dense_encoding.create_job(model.model, texts, output, provenance_of_texts)
         vectors = job.to_vectors(ids, [_dense_row(model, rows[name], job) for name in ids])
     else:
         job = TokenEncoding().create_job(model.model, texts, output, provenance_of_texts)
@@ -743,6 +737,24 @@ def _write_vectors(
     writer = job.open_writer(writes_manifest=True)
     writer.write_shard(0, vectors)
     writer.finish(len(ids))
+
+
+def _sparse_vectors_of(rows: Mapping[str, Row], job: SparseJob) -> SparseVectors:
+    """Return sparse rows with their positive weights as one matrix.
+
+    Args:
+        rows: id -> encoded row.
+        job: the job, with the size and the fingerprint of the vocabulary.
+    """
+    vectors = SparseVectors(
+        list(rows),
+        offsets_of(np.array([len(row.indices) for row in rows.values()])),
+        np.concatenate([row.indices for row in rows.values()]),
+        np.concatenate([row.weights for row in rows.values()]),
+        job.vector_size,
+        job.vocabulary,
+    )
+    return vectors.above(0.0)
 
 
 def _dense_row(model: Served, row: Any, job: Job[Any, Any]) -> torch.Tensor:
