@@ -221,7 +221,7 @@ def test_the_network_runs_once_per_text_for_token_vectors_and_dense_vectors(
         return model, kind
 
     monkeypatch.setattr(models, "load_model", load_counted_model)
-    demo_steps.zero_shot(tmp_path, collection, {"new": "a query"}, 24)
+    demo_steps.search_untrained(tmp_path, collection, {"new": "a query"}, 24)
     assert n_texts_of_dense_model == []
     dense_models[0].encode(["a text that the multi-vector model has not read"])
     assert n_texts_of_dense_model == [1]

@@ -149,36 +149,41 @@ def decoder_shape(config: Any) -> DecoderShape:
         network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     modules = network.modules()
     layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
-    linears: dict[str, Any] = {}  # projections of the first layer, by name
-    norms: list[str] = []
-    for path, module in layers[0].named_modules() if layers else ():
-        name = path.rpartition(".")[2]
-        if isinstance(module, torch.nn.Linear):
-            linears[name] = module
-        elif "norm" in name:
-            norms.append(name)
-    if set(linears) != set(PROJECTIONS):
+    projections: dict[str, Any] = {}  # projections of the first layer, by name
+    norm_names: list[str] = []
+    if layers:
+        for path, module in layers[0].named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, torch.nn.Linear):
+                projections[name] = module
+            elif "norm" in name:
+                norm_names.append(name)
+    if set(projections) != set(PROJECTIONS):
         raise UsageError(
             "--model: expected an encoder like BERT, or a decoder whose layers have the "
             f"projections {', '.join(PROJECTIONS)}, got {type(network).__name__} with "
-            f"{', '.join(linears) or 'none'}.",
+            f"{', '.join(projections) or 'none'}.",
         )
-    head_norms = [name for name in norms if name in ("q_norm", "k_norm")]
+    # Norms of queries and keys have the size of a head. The others have that of hidden states.
+    qk_norm_names = [name for name in norm_names if name in ("q_norm", "k_norm")]
+    layer_parameters = sum(
+        parameter.numel() for layer in layers for parameter in layer.parameters()
+    )
+    lora_parameters_per_layer = sum(
+        projection.in_features + projection.out_features for projection in projections.values()
+    )
     return DecoderShape(
         hidden=config.hidden_size,
         layers=len(layers),
-        queries=linears["q_proj"].out_features,
-        keys=linears["k_proj"].out_features,
-        intermediate=linears["gate_proj"].out_features,
+        queries=projections["q_proj"].out_features,
+        keys=projections["k_proj"].out_features,
+        intermediate=projections["gate_proj"].out_features,
         vocab=network.get_output_embeddings().weight.size(0),
-        norms=len(norms) - len(head_norms),
-        has_qk_norm=bool(head_norms),
-        layer_parameters=sum(
-            parameter.numel() for layer in layers for parameter in layer.parameters()
-        ),
+        norms=len(norm_names) - len(qk_norm_names),
+        has_qk_norm=bool(qk_norm_names),
+        layer_parameters=layer_parameters,
         parameters=sum(parameter.numel() for parameter in network.parameters()),
-        lora_parameters=len(layers)
-        * sum(linear.in_features + linear.out_features for linear in linears.values()),
+        lora_parameters=len(layers) * lora_parameters_per_layer,
         weight_bytes=_bytes_per_weight(config),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from tilefold import retrieval
 from tilefold._internal.typing import Model
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
-# Token vectors of the queries, and of the documents.
-Tokens: TypeAlias = "tuple[TokenVectors, TokenStore]"
 HELD_OUT = 200  # queries on which the weights of the fusion are chosen
 TEST_QUERIES = 800  # test queries of every size except the full one
 EXAMPLE_ID = "example"
@@ -235,65 +233,100 @@ def encode(
     return n_encoded_before == len(collection.documents)
 
 
-def zero_shot(
+@dataclass(frozen=True)
+class UntrainedResults:
+    """Results of all-MiniLM-L6-v2 without training on the collection.
+
+    Attributes:
+        dense_run: the documents that its dense vectors find for each query.
+        query_tokens: its token vectors of the queries.
+        document_tokens: its token vectors of the documents, on the disk.
+        reused: whether all vectors of the documents are those of an earlier demo.
+    """
+
+    dense_run: Run
+    query_tokens: TokenVectors
+    document_tokens: TokenStore
+    reused: bool
+
+
+def search_untrained(
     root: Path,
     collection: Collection,
     queries: dict[str, str],
-    length: int,
-) -> tuple[Run, Tokens, bool]:
-    """Encode token vectors with all-MiniLM-L6-v2, and search with it as a dense model.
+    max_length: int,
+) -> UntrainedResults:
+    """Encode dense and token vectors with all-MiniLM-L6-v2, and search with the dense ones.
 
-    Its network runs once per text: the dense vectors are computed from the token states.
+    The network runs once per text: the dense vectors are computed from the token states.
 
     Args:
-        root: the folder of all demos. Demos with the same texts and length share the vectors.
+        root: the folder of all demos. Demos with the same texts and `max_length` share the vectors.
         collection: the documents.
         queries: query id -> text.
-        length: the tokens that the model reads per text.
-
-    Returns:
-        The dense run, the token vectors of queries and documents, and whether the vectors of an
-        earlier run were reused.
+        max_length: the tokens that the model reads per text.
     """
     from tilefold.cli._demo_states import SharedStates
-    from tilefold.recipes.colbert import ColbertRecipe, train
 
-    folder = root / f"minilm-{length}-{texts_digest(collection.contents())[:8]}"
-    recipe = ColbertRecipe(
-        max_steps=0,
-        dimension=None,
-        max_length=length,
-        query_length=length,
-        skip_punctuation=False,
+    folder = root / f"minilm-{max_length}-{texts_digest(collection.contents())[:8]}"
+    token_model_folder = _save_untrained_token_model(folder / "model", collection, max_length)
+    token_model, _ = _models.load_model(
+        token_model_folder,
+        kinds=("multi-vector",),
+        fast=_models.FUSED,
     )
-    # The model stays in the folder, because search --rerank loads it later.
-    result = train(recipe, collection, folder / "model")
-    source = str(Path(result.model_dir).resolve())
-    late, _ = _models.load_model(source, kinds=("multi-vector",), fast=_models.FUSED)
-    states = SharedStates()
-    states.record(late)
+    token_states = SharedStates()
+    token_states.record(token_model)
     tokens_reused = encode(
         retrieval.encode_tokens,
-        late,
+        token_model,
         collection,
         folder / "tokens",
         storage="int8",
-        source=source,
+        source=token_model_folder,
     )
-    query_tokens = retrieval.encode_texts(late, queries, kind="query")
-    document_tokens = retrieval.open_tokens(folder / "tokens")
-    dense, _ = _models.load_model(_models.PACKAGED, kinds=("dense",))
-    _models.limit_length(dense, length)
-    states.reuse(dense)
+    query_tokens = retrieval.encode_texts(token_model, queries, kind="query")
+    dense_model, _ = _models.load_model(_models.PACKAGED, kinds=("dense",))
+    _models.limit_length(dense_model, max_length)
+    token_states.reuse(dense_model)
     dense_reused = encode(
         retrieval.encode_dense_collection,
-        dense,
+        dense_model,
         collection,
         folder / "dense",
     )
     index = retrieval.DenseIndex.build(retrieval.open_dense(folder / "dense"))
-    run = retrieval.Searcher(index, dense).rank(queries, retrieval.SearchRequest(DEPTH)).run
-    return run, (query_tokens, document_tokens), dense_reused and tokens_reused
+    ranking = retrieval.Searcher(index, dense_model).rank(queries, retrieval.SearchRequest(DEPTH))
+    return UntrainedResults(
+        dense_run=ranking.run,
+        query_tokens=query_tokens,
+        document_tokens=retrieval.open_tokens(folder / "tokens"),
+        reused=dense_reused and tokens_reused,
+    )
+
+
+def _save_untrained_token_model(folder: Path, collection: Collection, max_length: int) -> str:
+    """Save all-MiniLM-L6-v2 as a late-interaction model, which ``search --rerank`` loads later.
+
+    Args:
+        folder: the folder of the model and its training, which has no step.
+        collection: the documents, which the recipe needs.
+        max_length: the tokens that the model reads per text.
+
+    Returns:
+        The absolute path of the model.
+    """
+    from tilefold.recipes.colbert import ColbertRecipe, train
+
+    recipe = ColbertRecipe(
+        max_steps=0,
+        dimension=None,
+        max_length=max_length,
+        query_length=max_length,
+        skip_punctuation=False,
+    )
+    result = train(recipe, collection, folder)
+    return str(Path(result.model_dir).resolve())
 
 
 def overlap(exact: Run, approximate: Run, k: int = 10) -> float:

@@ -18,7 +18,15 @@ from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models
 from tilefold.cli import _demo_steps as steps
 from tilefold.cli._common import CommandError, UsageError, note
-from tilefold.cli._demo_steps import DEPTH, DOCUMENT_TERMS, EXAMPLE, NDCG, RECALL, Size, Tokens
+from tilefold.cli._demo_steps import (
+    DEPTH,
+    DOCUMENT_TERMS,
+    EXAMPLE,
+    NDCG,
+    RECALL,
+    Size,
+    UntrainedResults,
+)
 from tilefold.cli._options import Options, option
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.common.runs import Run
@@ -246,16 +254,11 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> dict[str, Any]:
     _note_answers("BM25", collection, bm25)
     dense_title = f"dense zero-shot, and token vectors: {len(collection.documents)} documents"
     with stages.stage("dense", dense_title) as outcome:
-        dense, tokens, outcome.reused = steps.zero_shot(
-            output,
-            collection,
-            queries,
-            size.dense_length,
-        )
-        _, document_tokens = tokens
-        manifest = document_tokens.manifest
+        untrained = steps.search_untrained(output, collection, queries, size.dense_length)
+        outcome.reused = untrained.reused
+        manifest = untrained.document_tokens.manifest
         outcome.text = f"{manifest.n_tokens:,} token vectors in {manifest.storage}"
-    _note_answers("dense", collection, dense)
+    _note_answers("dense", collection, untrained.dense_run)
     training_title = (
         f"training SPLADE with the fused head: {size.steps} steps of {size.batch_size} pairs"
     )
@@ -269,7 +272,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> dict[str, Any]:
         if trained.resumed_from and not trained.reused:
             outcome.text += f", from step {trained.resumed_from}"
         outcome.reused = trained.reused
-    results = _evaluate(folder, collection, queries, bm25, dense, tokens, stages)
+    results = _evaluate(folder, collection, queries, bm25, untrained, stages)
     late_weight = results["late_interaction"]["weights"]["maxsim"]
     results["model"] = str(folder / "model")
     results["commands"] = commands(folder, size, seed, late_weight)
@@ -281,8 +284,7 @@ def _evaluate(
     collection: Collection,
     queries: dict[str, str],
     bm25: Run,
-    dense: Run,
-    tokens: Tokens,
+    untrained: UntrainedResults,
     stages: Stages,
 ) -> dict[str, Any]:
     """Search with the trained model, fuse and rerank, and compute the measures of all systems.
@@ -294,8 +296,7 @@ def _evaluate(
         collection: the documents and judgements.
         queries: query id -> text, for both splits.
         bm25: the run of BM25.
-        dense: the run of the dense model.
-        tokens: the token vectors of the queries and of the documents.
+        untrained: the dense run and the token vectors of all-MiniLM-L6-v2.
         stages: the stages, which are recorded.
     """
     from tilefold.retrieval.evaluation.measures import choose_weights
@@ -313,24 +314,24 @@ def _evaluate(
     _note_answers("SPLADE", collection, splade)
     dev = collection.qrels["dev"]
     with stages.stage("fusion", "choosing fusion weights on held-out training queries"):
-        runs = (bm25, dense, splade)
+        runs = (bm25, untrained.dense_run, splade)
         fusion_weights, _ = choose_weights(runs, dev, measure=NDCG, k=DEPTH)
         fused = retrieval.interpolate(runs, fusion_weights, k=DEPTH)
     with stages.stage(
         "reranking",
         "reranking by late interaction; its weight is chosen on the same queries",
     ):
-        query_tokens, document_tokens = tokens
         late = retrieval.rerank(
             splade,
-            query_tokens,
-            document_tokens,
+            untrained.query_tokens,
+            untrained.document_tokens,
             depth=steps.RERANKED,
             tail="drop",
         )
         late_weights, _ = choose_weights((splade, late), dev, measure=NDCG, k=DEPTH)
         reranked = retrieval.interpolate((splade, late), late_weights, k=DEPTH)
-    run_by_system = dict(zip(SYSTEMS, (bm25, dense, splade, fused, reranked), strict=True))
+    all_runs = (bm25, untrained.dense_run, splade, fused, reranked)
+    run_by_system = dict(zip(SYSTEMS, all_runs, strict=True))
     results = figures(run_by_system, collection.qrels["test"])
     results["active_terms"] = {
         "queries": retrieval.active_terms(encoded),
@@ -343,7 +344,7 @@ def _evaluate(
     results["late_interaction"] = {
         "candidates": steps.RERANKED,
         "weights": dict(zip(("splade", "maxsim"), late_weights, strict=True)),
-        "tokens": str(document_tokens.folder),
+        "tokens": str(untrained.document_tokens.folder),
     }
     if "seismic" in run_by_backend:
         results["seismic_overlap_at_10"] = steps.overlap(splade, run_by_backend["seismic"])

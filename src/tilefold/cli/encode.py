@@ -672,29 +672,13 @@ def _print_manifest(
         request: the options of the command.
         unread_files: name of a file of pages that could not be opened -> reason.
     """
-    from tilefold.retrieval.encoding.truncation import report_manifest_truncation
-
-    passages = manifest.provenance.passages
-    report_manifest_truncation(
-        manifest.kind if passages is None else "passage",
-        manifest.n_texts,
-        manifest.truncated,
-    )
-    if passages is not None and manifest.truncated.get("count"):
-        note(
-            "the truncated part of a passage cannot be found: give --passages fewer words, or use "
-            "a model that reads more tokens",
-        )
-    elif manifest.kind == "document" and manifest.truncated.get("count"):
-        remedy = "--passages encodes all of it"
-        if request.max_length is not None:
-            remedy += ", and a larger --max-length encodes more of it"
-        note(f"the truncated part of a document cannot be found: {remedy}")
+    _report_truncation(manifest, request)
     properties, summary = _describe_vectors(manifest)
     summary += f": {request.output}"
     if manifest.precision is not None:
         summary += f" (computed in {manifest.precision})"
-    if "invariant" in manifest.settings:
+    is_invariant = "invariant" in manifest.settings
+    if is_invariant:
         summary += ", with the same bits in every batch"
     lines = [summary]
     failed = manifest.failed
@@ -714,18 +698,56 @@ def _print_manifest(
         "texts": manifest.n_texts,
         "truncated": manifest.truncated,
         "precision": manifest.precision,
-        "invariant": "invariant" in manifest.settings,
+        "invariant": is_invariant,
         "failed": failed,
     }
     if unread_files:
         result["unread_files"] = dict(unread_files)
     _common.print_result(result, request.as_json, *lines)
-    if request.as_json:
+    if not request.as_json:  # the JSON object has all failed texts
+        _note_failures(failed, request.output)
+
+
+def _report_truncation(manifest: Any, request: EncodeRequest) -> None:
+    """Report how many texts were truncated, and how to encode the rest of documents.
+
+    Args:
+        manifest: the manifest of a folder of vectors.
+        request: the options of the command.
+    """
+    from tilefold.retrieval.encoding.truncation import report_manifest_truncation
+
+    are_passages = manifest.provenance.passages is not None
+    report_manifest_truncation(
+        "passage" if are_passages else manifest.kind,
+        manifest.n_texts,
+        manifest.truncated,
+    )
+    if not manifest.truncated.get("count"):
         return
+    if are_passages:
+        note(
+            "the truncated part of a passage cannot be found: give --passages fewer words, or use "
+            "a model that reads more tokens",
+        )
+    elif manifest.kind == "document":
+        remedy = "--passages encodes all of it"
+        if request.max_length is not None:
+            remedy += ", and a larger --max-length encodes more of it"
+        note(f"the truncated part of a document cannot be found: {remedy}")
+
+
+def _note_failures(failed: Mapping[str, str], output: Path) -> None:
+    """Print the first texts that could not be encoded, and how many more there are.
+
+    Args:
+        failed: id of a text -> reason.
+        output: the folder of the vectors, whose manifest lists all of them.
+    """
     for name, reason in list(failed.items())[:SHOWN_FAILURES]:
         note(f"not encoded: {name}: {reason}")
     if len(failed) > SHOWN_FAILURES:
-        note(f"and {len(failed) - SHOWN_FAILURES} more; see {request.output / 'manifest.json'}")
+        note(f"and {len(failed) - SHOWN_FAILURES} more; see {output / 'manifest.json'}")
 
 
 def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:

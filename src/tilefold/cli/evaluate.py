@@ -210,15 +210,7 @@ def evaluate(request: EvaluateRequest) -> None:
     task = _load_task(request)
     if request.run is None and request.save_run is not None:
         _scores.check_ids_of_run(task.queries, task.collection.documents)
-    reranker = None
-    if request.rerank is not None:
-        reranker = _retrievers.load_reranker(
-            request.rerank,
-            request.rerank_model,
-            task.collection.documents,
-            task.provenance,
-            request.dtype,
-        )
+    reranker = _load_reranker(request, task)
     search: _Search | None = None
     if request.run is not None:
         run, queries_without_own_id = _read_run(request.run, task)
@@ -249,11 +241,11 @@ def evaluate(request: EvaluateRequest) -> None:
     if request.per_query is not None:
         scores.write(request.per_query)
     feedback_changes = None
+    if search is not None and reranking is None:
+        feedback_changes = _compare_feedback(search, scores, task)
     precisions: dict[str, str | None] = {}
     if search is not None:
         precisions |= search.searcher.precisions
-        if reranking is None:
-            feedback_changes = _compare_feedback(search, scores, task)
     if reranker is not None:
         precisions |= reranker.precisions
     _print_scores(request, task.collection, scores, precisions, feedback_changes)
@@ -299,6 +291,24 @@ def _load_task(request: EvaluateRequest) -> _Task:
             collection,
             splits,
         ),
+    )
+
+
+def _load_reranker(request: EvaluateRequest, task: _Task) -> Reranker | None:
+    """Load the model or the token vectors of ``--rerank``; None without this option.
+
+    Args:
+        request: the options of the command.
+        task: the documents that are reranked, and their provenance.
+    """
+    if request.rerank is None:
+        return None
+    return _retrievers.load_reranker(
+        request.rerank,
+        request.rerank_model,
+        task.collection.documents,
+        task.provenance,
+        request.dtype,
     )
 
 

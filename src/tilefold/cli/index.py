@@ -807,12 +807,12 @@ def _metadata(
     """Return the metadata of the encoded documents, which are read from ``--data``.
 
     Args:
-        data: the value of ``--data``; None returns None.
+        data: the value of ``--data``; None if it was not given.
         folder: the folder of the vectors, for messages.
         vectors: the vectors of these documents, or of their passages.
 
     Returns:
-        Document id -> field -> value.
+        Document id -> field -> value; None without `data`.
 
     Raises:
         CommandError: if the vectors were made from other documents.
@@ -839,10 +839,15 @@ def _collection_of_vectors(
 ) -> Collection | None:
     """Load the collection of ``--data``, and check that vectors were made from its documents.
 
+    A note reports how many vectors are of documents that the collection does not have.
+
     Args:
-        data: the value of ``--data``; None returns None.
-        folder: the folder of the vectors, for messages; None returns None.
+        data: the value of ``--data``; None if it was not given.
+        folder: the folder of the vectors, for messages; None if there are no vectors.
         vectors: the vectors of these documents, or of their passages.
+
+    Returns:
+        The collection; None without `data` or `folder`.
 
     Raises:
         CommandError: if the vectors were made from other documents.
@@ -1148,32 +1153,17 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> IndexUpdate
         CommandError: if the index cannot hold the vectors.
         UsageError: if the index has metadata and the new documents have none.
     """
-    from tilefold.retrieval.data.metadata import fields_by_id
-    from tilefold.retrieval.index.qdrant import Documents
     from tilefold.retrieval.index.qdrant.index import QdrantIndex
 
     output = request.folder
-    metadata = None
-    documents = None
-    if request.update:
-        vectors = _read_vectors(request.vectors, QDRANT)
-        metadata = _metadata(request.data, request.vectors, vectors)
-        documents = Documents(
-            vectors.ids,
-            vectors,
-            payloads=fields_by_id(
-                metadata or {},
-                vectors.ids,
-                ids_are_passages=vectors.provenance.passages is not None,
-            ),
-        )
+    documents = _read_qdrant_documents(request) if request.update else None
     try:
         index = QdrantIndex.load(output)
         with index.collection as collection:
+            # All checks come before the first change.
             if documents is not None:
-                # All checks come before the first change.
                 documents.check_compatible(collection.layout, collection.location)
-                if metadata is None and collection.has_metadata():
+                if request.data is None and collection.has_metadata():
                     raise UsageError(
                         "--data: expected the fields of the new documents, because the index "
                         "stores metadata, got none. Without them, filters would not find the "
@@ -1194,6 +1184,25 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> IndexUpdate
         "deleted": n_deleted,
         "unknown_ids": unknown,
     }
+
+
+def _read_qdrant_documents(request: IndexRequest) -> Documents:
+    """Read the documents that ``--update`` adds to a Qdrant index: vectors, and fields as payloads.
+
+    Args:
+        request: the options that name the vectors and the data.
+    """
+    from tilefold.retrieval.data.metadata import fields_by_id
+    from tilefold.retrieval.index.qdrant import Documents
+
+    vectors = _read_vectors(request.vectors, QDRANT)
+    metadata = _metadata(request.data, request.vectors, vectors)
+    payloads = fields_by_id(
+        metadata or {},
+        vectors.ids,
+        ids_are_passages=vectors.provenance.passages is not None,
+    )
+    return Documents(vectors.ids, vectors, payloads=payloads)
 
 
 def _ids_not_in_collection(collection: QdrantCollection, deleted_ids: Sequence[str]) -> list[str]:

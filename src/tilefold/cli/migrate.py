@@ -341,12 +341,13 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     )
 
     record = MigrationRecord.read(request.index)
-    migration = None if record is None else Migration(request.index, record)
+    migration = None
     if record is not None:
+        migration = Migration(request.index, record)
         request = request.resumed(record)
-    if migration is not None and migration.is_cut_over:
-        _print_state(request, migration)
-        return
+        if migration.is_cut_over:
+            _print_state(request, migration)
+            return
     if request.model is None or request.data is None:
         missing = "--model" if request.model is None else "--data"
         raise UsageError(
@@ -513,19 +514,19 @@ def _print_state(
     old_folder, new_folder = migration.index, migration.standby
     if is_cut_over:
         old_folder, new_folder = new_folder, old_folder
-    old_side = _side(old_folder, old_model)
-    new_side = _side(new_folder, record.model)
+    old_name = _kind_and_model(old_folder, old_model)
+    new_name = _kind_and_model(new_folder, record.model)
     if is_cut_over:
         lines = [
-            f"{index} is the new index {new_side}, with {n_documents:,} documents; the old one "
-            f"{old_side} is in {standby}",
+            f"{index} is the new index {new_name}, with {n_documents:,} documents; the old one "
+            f"{old_name} is in {standby}",
             f"next: tilefold migrate --index {index} --rollback, or --discard to remove the old "
             "index",
         ]
     elif is_rolled_back:
         lines = [
-            f"{index} is the old index again {old_side}, with {n_documents:,} documents; the new "
-            f"one {new_side} is in {standby}",
+            f"{index} is the old index again {old_name}, with {n_documents:,} documents; the new "
+            f"one {new_name} is in {standby}",
             f"next: tilefold migrate --index {index} --cut-over, or --discard to remove the new "
             "index",
         ]
@@ -534,14 +535,14 @@ def _print_state(
         if record.old_model is None:
             preview += " --old-model OLD_MODEL"
         lines = [
-            f"the new index {new_side} has all {n_documents:,} documents: {standby}; "
-            f"{index} is still the old one {old_side}",
+            f"the new index {new_name} has all {n_documents:,} documents: {standby}; "
+            f"{index} is still the old one {old_name}",
             f"next: tilefold migrate --index {index} {preview}, or --cut-over",
         ]
     _common.print_result(result, request.as_json, *lines)
 
 
-def _side(index: Path, model: str | None) -> str:
+def _kind_and_model(index: Path, model: str | None) -> str:
     """Return the kind and the model of an index in parentheses, such as ``"(sparse, minilm)"``.
 
     Args:

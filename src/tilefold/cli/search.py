@@ -599,21 +599,24 @@ class _HeatMapPaths:
         Args:
             query_id: id of the query; None for the only query.
             rank: rank of the page.
-            n_hits: number of hits, with whose digits ranks are written, so that names sort by rank.
+            n_hits: number of hits. Ranks get leading zeros to as many digits, so that file names
+                are sorted by rank.
             page_id: id of the page.
         """
         from tilefold.retrieval.data.pages import IMAGE_SUFFIXES
 
-        page = Path(page_id)
-        page_name = str(page.with_suffix("")) if page.suffix.lower() in IMAGE_SUFFIXES else page_id
-        query = "" if query_id is None else f"query-{_distinct_file_name(query_id)}-"
-        rank_text = f"rank-{rank:0{len(str(n_hits))}d}"
-        name = f"{query}{rank_text}-{_file_name(page_name)}"
-        copy = 2
+        page_name = page_id
+        if Path(page_id).suffix.lower() in IMAGE_SUFFIXES:
+            page_name = str(Path(page_id).with_suffix(""))
+        n_digits = len(str(n_hits))
+        name = f"rank-{rank:0{n_digits}d}-{_file_name(page_name)}"
+        if query_id is not None:
+            name = f"query-{_distinct_file_name(query_id)}-{name}"
         unused_name = name
+        number = 2
         while unused_name.lower() in self._names:
-            unused_name = f"{name}-{copy}"
-            copy += 1
+            unused_name = f"{name}-{number}"
+            number += 1
         self._names.add(unused_name.lower())
         return self._folder / f"{unused_name}.png"
 

@@ -597,9 +597,9 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
     service = Service(searchable.models, limits, request.default_side, searchable)
     source = IndexSource(index_path, reopen, request.watch_seconds)
     follower = IndexFollower(service, source, generation)
-    # Vectors in other folders would lack the documents.
-    has_other_folders = request.vectors is not None or request.bm25 is not None
-    has_other_folders = has_other_folders or searchable.store is not None
+    # Documents that are put over HTTP are added to the index, but not to these folders.
+    other_folders = (request.vectors, request.bm25, searchable.store)
+    has_other_folders = any(folder is not None for folder in other_folders)
     if generation.backend != "qdrant" and not has_other_folders:
         DocumentWriter(service, follower, log)
     return service
