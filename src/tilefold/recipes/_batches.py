@@ -298,8 +298,9 @@ class TrainingBatches(BatchSampler):
             batches = self._split_by_length(pool, lengths)
             shuffler.shuffle(batches)
             # The epoch may end before the last batches of a pool. Batches with rows of the
-            # earlier remainder come first (False sorts before True), so that none is left out.
-            batches.sort(key=partial(_share_no_rows, remainder))
+            # remainder come first, so that none of these rows is left out.
+            comes_later = partial(_share_no_rows, remainder)  # False is sorted before True
+            batches.sort(key=comes_later)
             yield from batches
             remainder = pool[len(batches) * self.batch_size :]
 

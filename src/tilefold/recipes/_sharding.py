@@ -83,11 +83,10 @@ class ShardedModel:
             id(parameter): parameter.detach().to("cpu", copy=True)
             for parameter in self.plain.parameters()
         }
+        vocabulary_parameters: set[Any] = set()  # divided by vocabulary entry, and not by FSDP
         if split_vocabulary:
             vocabulary = SharedVocabulary(mesh, self._world.gather)
-            divided = divide_head(self.model, vocabulary)
-        else:
-            divided = set()
+            vocabulary_parameters = divide_head(self.model, vocabulary)
         layers = [
             module
             for module in self.model.modules()
@@ -97,9 +96,14 @@ class ShardedModel:
             parameters = [
                 parameter for parameter in module.parameters() if id(parameter) in cpu_weights
             ]
-            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=divided)
-            # FSDP has copied the shards. The plain model shares these parameters, and its complete
-            # weights need no memory of the GPU.
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=policy,
+                ignored_params=vocabulary_parameters,
+            )
+            # The module now has copies of its shards. Its former parameters are those of the plain
+            # model, whose complete weights are moved to the CPU.
             for parameter in parameters:
                 parameter.data = cpu_weights[id(parameter)]
         for parameter in self.plain.parameters():  # those of a split vocabulary are left

@@ -411,14 +411,13 @@ def _train(
         The result, which is a saved one if the run has been finished before.
     """
     started = time.monotonic()
-    is_trained = recipe.max_steps != 0
     examples = Examples({}, 0)
     batches_warning = ""
-    if is_trained:
+    if recipe.max_steps != 0:
         examples = recipe.examples(collection, negatives)
         batches_warning = _check_batches(recipe, examples, world)
     evaluation = create_evaluation(recipe, collection)
-    if is_trained:
+    if recipe.max_steps != 0:
         data_digest = examples.digest() + evaluation.digest
     else:
         data_digest = texts_digest(collection.content())
@@ -442,43 +441,56 @@ def _train(
             # Without filling, the result will have a warning about the steps that were short.
             warnings.append(batches_warning)
         warnings += notes
-        result = TrainResult(
-            model_dir=str(output_dir),
-            steps=total_steps(recipe, examples.pairs),
-            loss=None,
-            seconds=0.0,
-            resumed_from=run.resume_point.step,
-            reused=False,
-            bf16=bf16,
-            fused=recipe.fused,
-            warnings=tuple(warnings),
-            ranks=world.size,
-            evaluated=evaluation.description,
+        job = TrainingJob(
+            recipe=recipe,
+            model=model,
+            examples=examples,
+            run=run,
+            result=TrainResult(
+                model_dir=str(output_dir),
+                steps=total_steps(recipe, examples.pairs),
+                loss=None,
+                seconds=0.0,
+                resumed_from=run.resume_point.step,
+                reused=False,
+                bf16=bf16,
+                fused=recipe.fused,
+                warnings=tuple(warnings),
+                ranks=world.size,
+                evaluated=evaluation.description,
+            ),
+            progress=progress,
+            world=world,
+            call=call,
+            evaluator=evaluation.evaluator,
         )
-        with naming_full_disk(run.work_dir), world.explaining_lost_ranks():
-            if is_trained:
-                job = TrainingJob(
-                    recipe=recipe,
-                    model=model,
-                    examples=examples,
-                    run=run,
-                    result=result,
-                    progress=progress,
-                    world=world,
-                    call=call,
-                    evaluator=evaluation.evaluator,
-                )
-                result = recipe.fit(job)
-            result = replace(result, seconds=time.monotonic() - started)
-            card = describe(
-                recipe,
-                result,
-                collection.name,
-                examples.pairs,
-                run.history,
-                call.command,
-            )
-            world.call_on_first(lambda: run.finish(model, asdict(result), card))
+        return _fit_and_save(job, collection.name, started)
+
+
+def _fit_and_save(job: TrainingJob, collection_name: str, started: float) -> TrainResult:
+    """Train the model of a job, unless its recipe has no steps, and save it with its model card.
+
+    Args:
+        job: the training job, with the result before the first step.
+        collection_name: name of the collection, for the model card.
+        started: time at which the training was called, from ``time.monotonic()``.
+
+    Returns:
+        The final result.
+    """
+    run = job.run
+    with naming_full_disk(run.work_dir), job.world.explaining_lost_ranks():
+        result = job.result if job.recipe.max_steps == 0 else job.recipe.fit(job)
+        result = replace(result, seconds=time.monotonic() - started)
+        card = describe(
+            job.recipe,
+            result,
+            collection_name,
+            job.examples.pairs,
+            run.history,
+            job.call.command,
+        )
+        job.world.call_on_first(lambda: run.finish(job.model, asdict(result), card))
     return result
 
 

@@ -112,8 +112,8 @@ def minilm_splade(
         sample_texts: documents similar to those that will be encoded; up to 128 of them set the
             decoder bias. ``None`` uses a fixed bias for English texts, so that the model is the
             same for all collections.
-        percentile: percentile of the logits, in (0, 100), whose negative is the initial decoder
-            bias. The fixed bias is that of the default.
+        percentile: percentile of the logits, in (0, 100). The decoder bias begins at its negative,
+            so that this share of logits begins below 0. Without sample texts, only the default.
         first_token: whether the pooling reads first tokens only. If so, each term has its own bias,
             from its logits at first tokens. With one bias for all terms, [CLS] would be the only
             active term of a first token, and there would be nothing to learn from.
@@ -160,10 +160,8 @@ def minilm_splade(
         if sample_texts is None:
             _set_fixed_head(network)
         else:
-            if len(sample_texts) > SAMPLE_TEXTS:
-                generator = random.Random(seed)  # noqa: S311 - reproducible, no secret
-                sample_texts = generator.sample(sample_texts, SAMPLE_TEXTS)
-            hidden = _hidden_states(network, tokenizer, sample_texts, max_length)
+            texts = _sample(sample_texts, seed)
+            hidden = _hidden_states(network, tokenizer, texts, max_length)
             _set_norm_weight(network, hidden)
             if first_token:
                 _set_bias_at_first_tokens(network, hidden)
@@ -183,6 +181,14 @@ def minilm_splade(
         encoder = SparseEncoder(modules=[transformer, SpladePooling("max", "relu")], device=device)
     encoder.model_card_data.base_model = MINILM_NAME
     return stay_offline(encoder)
+
+
+def _sample(texts: Sequence[str], seed: int) -> Sequence[str]:
+    """Return up to ``SAMPLE_TEXTS`` of some texts; equal seeds give equal samples."""
+    if len(texts) <= SAMPLE_TEXTS:
+        return texts
+    generator = random.Random(seed)  # noqa: S311 - reproducible, no secret
+    return generator.sample(texts, SAMPLE_TEXTS)
 
 
 def _check_minilm_numbers(

@@ -366,11 +366,13 @@ def add_lora(
             f"{type(transformer.model).__name__}; call model.add_adapter with your own "
             "target_modules.",
         )
+    # PEFT adds updates to all layers with a listed name. To exclude some of them, it needs paths.
+    target_modules = target_paths if excluded_parts else targets
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=target_paths if excluded_parts else targets,
+        target_modules=target_modules,
         bias="none",
     )
     transformer.model.add_adapter(config)

@@ -113,17 +113,14 @@ def export_onnx(
     vocab_size = _encode_both_sides(plain_model, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ArgumentError("top_k", f"expected 1 to {vocab_size}, the vocabulary, got {top_k}.")
-    provenance: dict[str, Any] = {
-        "model": model_fingerprint(model),
-        "settings": model_settings(model),
-        "vocabulary": vocabulary_fingerprint(model.tokenizer),
-        "quantize": quantize,
-        "opset": OPSET,
-        "tilefold": __version__,
-        "torch": torch.__version__,
-    }
     with tempfile.TemporaryDirectory() as scratch:
-        exporter = _GraphExporter(Path(scratch), vocab_size, quantize, top_k, provenance)
+        exporter = _GraphExporter(
+            Path(scratch),
+            vocab_size,
+            quantize,
+            top_k,
+            _provenance_of(model, quantize),
+        )
         exported = _with_modules(model, exporter.replace_modules(plain_model))
         if not exporter.graphs:
             names = ", ".join(type(module).__name__ for module in plain_model)
@@ -141,6 +138,24 @@ def export_onnx(
             exported.save_pretrained(str(folder), create_model_card=False)
     n_bytes = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
     return ExportedGraph(str(output), len(exporter.graphs), n_bytes, quantize, error)
+
+
+def _provenance_of(model: SparseEncoder, quantize: str | None) -> dict[str, Any]:
+    """Return what determines the graph of a model, which is stored with the graph.
+
+    Args:
+        model: the model that is exported.
+        quantize: ``"int8"``, or ``None`` for fp32.
+    """
+    return {
+        "model": model_fingerprint(model),
+        "settings": model_settings(model),
+        "vocabulary": vocabulary_fingerprint(model.tokenizer),
+        "quantize": quantize,
+        "opset": OPSET,
+        "tilefold": __version__,
+        "torch": torch.__version__,
+    }
 
 
 def _check_packages() -> None:
