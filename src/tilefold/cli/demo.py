@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,9 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
 from tilefold.retrieval.vectors.sparse import SparseVectors
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.evaluation.significance import Mean
 
 ANSWERS = 3  # documents that are shown for the example query
 # Names of the systems that the demo compares.
@@ -402,6 +405,15 @@ def _build_indexes(vectors: SparseVectors, folder: Path, stages: Stages) -> dict
     return indexes
 
 
+def _mean(values: list[float]) -> Mean:
+    """Return the mean of the values of queries with its standard error.
+
+    Its interval is not used, so few resamples suffice.
+    """
+    mean: Mean = retrieval.mean_of(values, resamples=99)
+    return mean
+
+
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Compute the mean measures of each system, and the paired differences that the demo reports.
 
@@ -418,10 +430,9 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
         system: retrieval.evaluate_per_query(run, qrels, measures) for system, run in runs.items()
     }
     systems: dict[str, dict[str, Any]] = {}
-    # `mean_of` also estimates intervals by resampling. They are not used, so few resamples suffice.
     for system, table in tables.items():
-        ndcg = retrieval.mean_of([values[NDCG] for values in table.values()], resamples=99)
-        recall = retrieval.mean_of([values[RECALL] for values in table.values()], resamples=99)
+        ndcg = _mean([values[NDCG] for values in table.values()])
+        recall = _mean([values[RECALL] for values in table.values()])
         systems[system] = {
             NDCG: ndcg.mean,
             RECALL: recall.mean,
@@ -437,9 +448,8 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
         (late, splade),
     ):
         pairs = zip(tables[system].values(), tables[baseline].values(), strict=True)
-        difference = retrieval.mean_of(
+        difference = _mean(
             [values[NDCG] - baseline_values[NDCG] for values, baseline_values in pairs],
-            resamples=99,
         )
         comparisons.append(
             {

@@ -100,6 +100,14 @@ class TextCounts:
         name = min(sizes, key=lambda column: sizes[column])
         return name, sizes[name]
 
+    def fewest_distinct_texts(self) -> tuple[str, int]:
+        """Return whether queries or documents have the fewest distinct texts, and their number.
+
+        The kind is ``"queries"`` or ``"documents"``.
+        """
+        column, n_distinct = self.fewest_distinct()
+        return ("queries" if column == "query" else "documents"), n_distinct
+
     def max_full_batches(self, batch_size: int) -> int:
         """Return an upper bound on the number of full batches of an epoch."""
         return min(
@@ -167,33 +175,22 @@ def check_batches(
     n_rows = len(next(iter(examples.columns.values()), ()))
     if not n_rows:
         return ""
+    counts = TextCounts(examples) if recipe.distinct_texts else None
     needs_full_batches = ranks > 1 or recipe.fill_batches
-    reason = "several ranks" if ranks > 1 else "fill_batches"
-    if needs_full_batches and n_rows < batch_size:
-        raise ArgumentError(
-            "batch_size",
-            f"must be at most the {n_rows} rows of the data, because {reason} need "
-            f"full batches, got {batch_size}.",
-        )
-    if not recipe.distinct_texts:
+    if needs_full_batches:
+        reason = "several ranks" if ranks > 1 else "fill_batches"
+        _check_full_batches(batch_size, n_rows, counts, reason)
+    if counts is None:
         return ""
-    counts = TextCounts(examples)
-    column, n_distinct = counts.fewest_distinct()
-    texts = "queries" if column == "query" else "documents"
+    texts, n_distinct = counts.fewest_distinct_texts()
     if n_distinct < batch_size:
-        if needs_full_batches:
-            raise ArgumentError(
-                "batch_size",
-                f"must be at most the {n_distinct} different {texts} of the training pairs, "
-                f"because {reason} need full batches in which none occurs twice, got {batch_size}.",
-            )
         return (
             f"no batch can be full: the training pairs have {n_distinct:,} different {texts}, "
             f"fewer than batch_size ({batch_size:,}), and none occurs twice in a batch. Set "
             f"batch_size to at most {n_distinct:,}."
         )
-    max_full_batches = counts.max_full_batches(batch_size)
     n_full_batches = n_rows // batch_size
+    max_full_batches = counts.max_full_batches(batch_size)
     if max_full_batches >= n_full_batches:
         return ""
     if needs_full_batches:
@@ -203,6 +200,37 @@ def check_batches(
         "documents occur in very many pairs, but can occur only once per batch. Set fill_batches "
         "(--fill-batches) to fill short batches with pairs that an epoch has already had."
     )
+
+
+def _check_full_batches(
+    batch_size: int,
+    n_rows: int,
+    counts: TextCounts | None,
+    reason: str,
+) -> None:
+    """Raise ``ValueError`` if the data are too few for one full batch.
+
+    Args:
+        batch_size: number of rows of a full batch.
+        n_rows: number of training rows.
+        counts: counts of equal texts; ``None`` if a text may occur twice in a batch.
+        reason: what needs full batches, for the error.
+    """
+    if n_rows < batch_size:
+        raise ArgumentError(
+            "batch_size",
+            f"must be at most the {n_rows} rows of the data, because {reason} need "
+            f"full batches, got {batch_size}.",
+        )
+    if counts is None:
+        return
+    texts, n_distinct = counts.fewest_distinct_texts()
+    if n_distinct < batch_size:
+        raise ArgumentError(
+            "batch_size",
+            f"must be at most the {n_distinct} different {texts} of the training pairs, "
+            f"because {reason} need full batches in which none occurs twice, got {batch_size}.",
+        )
 
 
 def _omitted_pairs_warning(counts: TextCounts, n_rows: int, batch_size: int) -> str:

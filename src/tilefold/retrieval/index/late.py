@@ -47,6 +47,8 @@ from tilefold.retrieval.vectors.tokens import TokenManifest, TokenStore, TokenVe
 
 __all__ = ["LateIndex"]
 
+# Smallest number of candidates that a CPU scores for each hit that is returned.
+_MIN_CANDIDATES_PER_HIT = 10
 # Number of tokens of a block on a CPU.
 _CPU_BLOCK_TOKENS = 1 << 17
 # Largest number of queries that share a pass over the documents.
@@ -448,7 +450,7 @@ class LateIndex(TorchIndex):
         devices = self._devices(self.devices if device is None else device)
         n_candidates = self.n_candidates if candidates is None else candidates
         if n_candidates:
-            n_candidates = max(n_candidates, 10 * k)
+            n_candidates = max(n_candidates, _MIN_CANDIDATES_PER_HIT * k)
         query_lengths = queries.offsets.diff().tolist()
         query_rows = [row for row, length in enumerate(query_lengths) if length]
         query_vectors = [queries.rows(row) for row in query_rows]

@@ -778,7 +778,7 @@ def _build_engine(
     component_of_term[terms] = np.arange(terms.size)
     components = component_of_term[vectors.indices]
     with _silenced_output():
-        if hasattr(dataset_type, "add_documents_by_id"):
+        if hasattr(dataset_type, "add_documents_by_id"):  # since release 0.5.4
             dataset = dataset_type(dim=int(terms.size))
             names = [str(row) for row in range(len(vectors))]
             # Documents without terms are left out.

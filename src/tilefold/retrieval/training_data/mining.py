@@ -237,11 +237,7 @@ def mine_negatives(
         [('cards', True), ('joint', False)]
     """
     check_instance("collection", collection, Collection, "load_collection(path)")
-    windows = list_of("windows", windows)
-    for window in windows:
-        check_instance("windows", window, Window, "[Window(first, last, count)]")
-    if not windows:
-        raise ArgumentError("windows", "expected at least one, got an empty list.")
+    windows = _check_windows(windows)
     check_integer("seed", seed)
     if false_negatives is not None:
         check_instance(
@@ -270,6 +266,16 @@ def mine_negatives(
             mined.short += 1
         _add_query(mined, query, relevant, ranking, negative_ranks)
     return mined
+
+
+def _check_windows(windows: Sequence[Window]) -> list[Window]:
+    """Return windows as a list, or raise an error if there is none or one has another type."""
+    windows = list_of("windows", windows)
+    for window in windows:
+        check_instance("windows", window, Window, "[Window(first, last, count)]")
+    if not windows:
+        raise ArgumentError("windows", "expected at least one, got an empty list.")
+    return windows
 
 
 def _add_query(

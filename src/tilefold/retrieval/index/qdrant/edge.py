@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -358,6 +358,11 @@ def allocated(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
+def _are_objects(values: Iterable[object]) -> bool:
+    """Return whether all values of a JSON file are objects."""
+    return all(isinstance(value, dict) for value in values)
+
+
 class Checksums:
     """Sizes and SHA-256 of all files of a shard, stored in a file next to it.
 
@@ -398,9 +403,7 @@ class Checksums:
             return
         value = read_json_object(self._file, REMEDY)
         files = value.get("files")
-        if not isinstance(files, dict) or not all(
-            isinstance(entry, dict) for entry in files.values()
-        ):
+        if not isinstance(files, dict) or not _are_objects(files.values()):
             raise DataError(
                 f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}",
             )

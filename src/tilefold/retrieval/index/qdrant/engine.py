@@ -523,8 +523,7 @@ def last_stage(
     """Plan the stages of a query.
 
     Args:
-        vectors: kind -> vector of the query, as in :class:`Point`. Token vectors are removed from
-            it if they rerank.
+        vectors: kind -> vector of the query, as in :class:`Point`.
         k: number of documents of the result.
         fusion: how the rankings of several kinds of vectors are fused; None for one kind.
         rerank: whether token vectors rerank the result of the other vectors.
@@ -536,11 +535,13 @@ def last_stage(
         The last stage, in which the earlier stages are nested. None if the query has no vector for
         the first stage.
     """
-    tokens = vectors.pop(TOKENS, None) if rerank else None
-    limit = depth if fusion is not None or rerank else k
+    tokens = vectors.get(TOKENS) if rerank else None
+    has_later_stage = fusion is not None or rerank
+    limit = depth if has_later_stage else k
     first_stages = tuple(
         Stage(limit, kind, vector, exact=exact and kind != SPARSE)
         for kind, vector in vectors.items()
+        if not (rerank and kind == TOKENS)  # token vectors that rerank are in the last stage
     )
     if not first_stages or (rerank and tokens is None):
         return None
