@@ -6,13 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _scores
 from tilefold.cli._common import CommandError, UsageError
 from tilefold.cli._options import DocumentFieldOptions, option, refuse_options
 from tilefold.retrieval.data.passages import Passages
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.vectors.export import Exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +169,46 @@ def export(request: ExportRequest) -> None:
         _export_documents(request)
 
 
+def _write_export(
+    request: ExportRequest,
+    vectors: Path,
+    term_names: Sequence[str | None] | None,
+    texts: Mapping[str, str] | None,
+) -> Exported:
+    """Write the files for the engine of ``--to``, with the defaults of options that were not given.
+
+    Args:
+        request: the options of the command.
+        vectors: the folder of the vectors.
+        term_names: a name per term; None names terms by their numbers.
+        texts: document id -> text; None writes no texts.
+    """
+    exported: Exported
+    if request.to == "opensearch":
+        exported = retrieval.export_opensearch(
+            vectors,
+            request.output,
+            term_names,
+            texts=texts,
+            field=request.field,
+            field_type=request.field_type or "rank_features",
+            dots=request.dots or "refuse",
+            overwrite=request.overwrite,
+        )
+    else:
+        exported = retrieval.export_vespa(
+            vectors,
+            request.output,
+            term_names,
+            texts=texts,
+            document=request.document or "doc",
+            namespace=request.namespace or "tilefold",
+            field=request.field,
+            overwrite=request.overwrite,
+        )
+    return exported
+
+
 def _export_documents(request: ExportRequest) -> None:
     """Write the documents of ``--vectors`` for OpenSearch or Vespa, and print a summary.
 
@@ -188,28 +231,7 @@ def _export_documents(request: ExportRequest) -> None:
     texts = _texts(request.data, request.vectors)
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({request.to})"):
-        if request.to == "opensearch":
-            exported = retrieval.export_opensearch(
-                request.vectors,
-                request.output,
-                term_names,
-                texts=texts,
-                field=request.field,
-                field_type=request.field_type or "rank_features",
-                dots=request.dots or "refuse",
-                overwrite=request.overwrite,
-            )
-        else:
-            exported = retrieval.export_vespa(
-                request.vectors,
-                request.output,
-                term_names,
-                texts=texts,
-                document=request.document or "doc",
-                namespace=request.namespace or "tilefold",
-                field=request.field,
-                overwrite=request.overwrite,
-            )
+        exported = _write_export(request, request.vectors, term_names, texts)
     seconds = round(time.monotonic() - started, 3)
     result = {
         "output": str(request.output),

@@ -547,10 +547,11 @@ def score(request: ScoreRequest) -> None:
         tilefold score mined.parquet --teacher minilm --data DATA \\
             --output scored.parquet
     """
+    # All options are checked before any work.
     false_negatives = check_filter(request.margin, request.max_score_share)
     columns = _column_names(request.teacher)
     if BM25 in request.teacher:
-        _options.checked_bm25_language(request.language)  # raises an error before any work
+        _options.checked_bm25_language(request.language)
     _scores.check_output_file(
         request.output,
         "--output",
@@ -561,15 +562,9 @@ def score(request: ScoreRequest) -> None:
     )
     _check_teachers(request)
 
-    from tilefold.retrieval.training_data.teachers import with_relevant
-
-    rows = retrieval.read_training_rows(request.mined)
-    like_column = _column_to_imitate(request.like, columns, rows)
-    split = request.split or str(rows.made_by.get("split", "train"))
-    collection = _common.load_data(request.data, drop_unknown=request.drop_unknown, splits=[split])
-    _common.check_split(collection, split)
-    rows.check_collection(collection)
-    rows = with_relevant(rows, collection, split)
+    mined_rows = retrieval.read_training_rows(request.mined)
+    like_column = _column_to_imitate(request.like, columns, mined_rows)
+    rows, collection = _with_relevant_documents(request, mined_rows)
     work_folder = request.output.with_name(f".{request.output.name}.scoring")
     if not request.resume:
         shutil.rmtree(work_folder, ignore_errors=True)
@@ -582,16 +577,54 @@ def score(request: ScoreRequest) -> None:
     _add_ensemble(request, rows, like_column)
     n_scored = len(rows)
     if false_negatives is not None:
-        with _options.option_errors(margin="--margin", max_share="--max-score-share"):
-            rows = retrieval.drop_false_negatives(rows, false_negatives)
-        rows.made_by["score_margin"] = request.margin
-        rows.made_by["score_max_share"] = request.max_score_share
+        rows = _without_false_negatives(request, rows, false_negatives)
     _record_fingerprints(rows, collection)
     retrieval.write_training_rows(rows, request.output, overwrite=request.overwrite)
     shutil.rmtree(work_folder, ignore_errors=True)
     for warning in rows.narrow_teacher_warnings():
         note(f"warning: {warning}")
     _print_scored(rows, request.output, n_scored - len(rows), request.as_json)
+
+
+def _with_relevant_documents(
+    request: ScoreRequest,
+    mined_rows: TrainingRows,
+) -> tuple[TrainingRows, Collection]:
+    """Load the collection of mined rows, and add the judged relevant documents that they lack.
+
+    Args:
+        request: the options of the command. ``--split`` overrides the split of the rows.
+        mined_rows: the rows.
+
+    Returns:
+        The completed rows, and the collection.
+    """
+    from tilefold.retrieval.training_data.teachers import with_relevant
+
+    split = request.split or str(mined_rows.made_by.get("split", "train"))
+    collection = _common.load_data(request.data, drop_unknown=request.drop_unknown, splits=[split])
+    _common.check_split(collection, split)
+    mined_rows.check_collection(collection)
+    return with_relevant(mined_rows, collection, split), collection
+
+
+def _without_false_negatives(
+    request: ScoreRequest,
+    rows: TrainingRows,
+    false_negatives: FalseNegatives,
+) -> TrainingRows:
+    """Drop negatives with too high scores, and record the filter.
+
+    Args:
+        request: the options of the command, with ``--margin`` and ``--max-score-share``.
+        rows: the scored rows.
+        false_negatives: the filter of these options.
+    """
+    with _options.option_errors(margin="--margin", max_share="--max-score-share"):
+        filtered_rows: TrainingRows = retrieval.drop_false_negatives(rows, false_negatives)
+    filtered_rows.made_by["score_margin"] = request.margin
+    filtered_rows.made_by["score_max_share"] = request.max_score_share
+    return filtered_rows
 
 
 def _check_teachers(request: ScoreRequest) -> None:

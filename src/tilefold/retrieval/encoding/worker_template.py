@@ -249,7 +249,7 @@ class _ForkedWorkers:
         """Kill a worker, if it has not ended.
 
         Returns:
-            Its exit code, or the error why it could not be started.
+            Its exit code, or the error with which its start failed.
         """
         error = self._start_errors.pop(number, None)
         if error is not None:

@@ -317,12 +317,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values after Holm's step-down correction (Scand. J. Statist. 6, 1979).
 
     The i-th smallest of m p-values becomes ``max over j <= i of (m - j + 1) p_(j)``, at most 1.
+
+    Args:
+        p_values: one p-value per comparison.
+
+    Returns:
+        The corrected p-values, in the order of `p_values`.
     """
     p = np.asarray(p_values, np.float64)
-    order = np.argsort(p, kind="stable")
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)))
-    return [float(value) for value in adjusted]
+    ascending = np.argsort(p, kind="stable")
+    factors = np.arange(p.size, 0, -1)  # m for the smallest p-value, 1 for the largest
+    corrected = np.empty_like(p)
+    corrected[ascending] = np.maximum.accumulate(p[ascending] * factors)
+    return [float(value) for value in np.minimum(1, corrected)]
 
 
 def _values_of_measure(

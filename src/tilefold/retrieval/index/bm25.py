@@ -476,7 +476,9 @@ class BM25Index(FolderIndex):
             Provenance(passages=passages),
             stemming,
         )
-        retained_metadata = self.metadata and self.metadata.take(retained_rows)
+        retained_metadata = None
+        if self.metadata is not None:
+            retained_metadata = self.metadata.take(retained_rows)
         new_metadata = Metadata.from_fields(metadata, list(documents), passages)
         index.metadata = Metadata.concatenate(
             (retained_metadata, new_metadata),

@@ -105,21 +105,22 @@ class SparseVectors:
 
     def _check(self) -> None:
         """Raise ``DataError`` if shapes are inconsistent, or terms or weights are invalid."""
-        n = len(self.ids)
-        nnz = self.indices.size
+        n_rows = len(self.ids)
+        n_weights = self.indices.size
         check_integer("vocab_size", self.vocab_size)
         if self.vocab_size < 1:
             raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
-        if self.indptr.shape != (n + 1,):
+        if self.indptr.shape != (n_rows + 1,):
             raise DataError(
-                f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.",
+                f"indptr: expected {n_rows + 1} offsets for {n_rows} ids, got shape "
+                f"{self.indptr.shape}.",
             )
-        if self.indices.shape != (nnz,) or self.data.shape != (nnz,):
+        if self.indices.shape != (n_weights,) or self.data.shape != (n_weights,):
             raise DataError(
                 "indices and data: expected two flat arrays of the same length, got shapes "
                 f"{self.indices.shape} and {self.data.shape}.",
             )
-        check_offsets(self.indptr, nnz)
+        check_offsets(self.indptr, n_weights)
         position = first_outside(self.indices, self.vocab_size)
         if position is not None:
             raise DataError(
