@@ -450,11 +450,6 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         batch_size=recipe.batch_size,
         negatives_among=recipe.negatives_among,
     )
-    tally = Tally()  # counts of truncated texts over all ranks
-    tally_of_rank = getattr(trainer.data_collator, "cut", Tally())
-    for truncations in job.world.gather(list(tally_of_rank.counts.values())):
-        for truncation in truncations:
-            tally.add("text", truncation.texts, truncation.count, truncation.max_length)
     losses = watcher.losses
     return replace(
         job.result,
@@ -473,14 +468,33 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         ranking_loss=watcher.ranking_loss,
         penalties=None if losses is None else losses.penalties,
         warnings=warnings,
-        truncated=tuple(
-            {
-                "texts": truncation.texts,
-                "count": truncation.count,
-                "max_length": truncation.max_length,
-            }
-            for truncation in tally.counts.values()
-        ),
+        truncated=_truncations_of_all_ranks(trainer, job),
+    )
+
+
+def _truncations_of_all_ranks(trainer: Trainer, job: TrainingJob) -> tuple[dict[str, Any], ...]:
+    """Add up the counts of truncated texts over all ranks, which must all call this.
+
+    Args:
+        trainer: the trainer, whose collator has counted the texts of this rank.
+        job: the training job, with the ranks.
+
+    Returns:
+        For each limit of tokens, the number of ``texts``, the ``count`` of truncated ones, and the
+        limit, ``max_length``.
+    """
+    tally = Tally()
+    tally_of_rank = getattr(trainer.data_collator, "cut", Tally())
+    for truncations in job.world.gather(list(tally_of_rank.counts.values())):
+        for truncation in truncations:
+            tally.add("text", truncation.texts, truncation.count, truncation.max_length)
+    return tuple(
+        {
+            "texts": truncation.texts,
+            "count": truncation.count,
+            "max_length": truncation.max_length,
+        }
+        for truncation in tally.counts.values()
     )
 
 

@@ -375,20 +375,16 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
     max_length = model.max_seq_length
     model.max_seq_length = min(max_length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe, ranks=job.world.size)
-    warmups: dict[str, float] = {}
-    if recipe.query_regularizer.kind != "none":
-        warmups["query"] = recipe.query_regularizer.warmup_ratio
-    if recipe.document_regularizer.kind != "none":
-        warmups["document"] = recipe.document_regularizer.warmup_ratio
+    warmup_ratios = _warmup_ratios(recipe)
     watcher = SparseWatch(
         loss,
-        warmups,
+        warmup_ratios,
         has_term_limit=model.max_active_dims is not None,
         world=job.world,
     )
     # Evaluations begin when alpha of entmax and the weights of the penalties no longer rise, so
     # that they compare models with the same settings.
-    rising_share = max([recipe.anneal_alpha, *warmups.values()])
+    rising_share = max([recipe.anneal_alpha, *warmup_ratios.values()])
     # Whether a saved SparseEncoder has a head to fuse is known only now.
     must_fuse = isinstance(recipe.document, SparseEncoderSpec)
     with fused_head(model, required=must_fuse) if recipe.fused else nullcontext():
@@ -408,6 +404,16 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
         )
     model.max_seq_length = max_length
     return replace(result, warnings=result.warnings + watcher.warnings())
+
+
+def _warmup_ratios(recipe: LsrRecipe) -> dict[str, float]:
+    """Return side, ``"query"`` or ``"document"`` -> warm-up ratio of its penalty, if it has one."""
+    regularizers = {"query": recipe.query_regularizer, "document": recipe.document_regularizer}
+    return {
+        side: regularizer.warmup_ratio
+        for side, regularizer in regularizers.items()
+        if regularizer.kind != "none"
+    }
 
 
 def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:

@@ -339,12 +339,7 @@ class Searchable:
             Rank and score in each stage, the shared terms with their contributions to the sparse
             score, and the positions of these terms in the title and the text.
         """
-        stages = {}
-        for stage, run in ranking.stages.items():
-            scores = run[QUERY]
-            if hit_id in scores:
-                stages[stage] = {"rank": list(scores).index(hit_id) + 1, "score": scores[hit_id]}
-        explanation: Explanation = {"stages": stages, "terms": []}
+        explanation: Explanation = {"stages": _ranks_and_scores(ranking, hit_id), "terms": []}
         if self.vectors is None or self.encoder is None:
             return explanation
         vector_id = ranking.passages.get("sparse", {}).get(QUERY, {}).get(hit_id, hit_id)
@@ -379,6 +374,21 @@ class Searchable:
                 "text": _term_positions(tokenizer, marked_text, terms),
             }
         return explanation
+
+
+def _ranks_and_scores(ranking: Ranking, hit_id: str) -> dict[str, dict[str, float]]:
+    """Return stage -> rank and score of a hit, for the stages of a ranking that contain the hit.
+
+    Args:
+        ranking: the ranking.
+        hit_id: id of a document, or of a passage if passages are ranked.
+    """
+    stages: dict[str, dict[str, float]] = {}
+    for stage, run in ranking.stages.items():
+        scores = run[QUERY]
+        if hit_id in scores:
+            stages[stage] = {"rank": list(scores).index(hit_id) + 1, "score": scores[hit_id]}
+    return stages
 
 
 def _explain_term(

@@ -361,6 +361,56 @@ def _has_a_document_per_line(file: Path, fields: DocumentFields) -> bool:
     return not is_header(first_line.rstrip("\r\n").split("\t"), f"{file}:1")
 
 
+class _FileKeys(NamedTuple):
+    """Offsets and keys of the N documents of a file, in its order.
+
+    Attributes:
+        offsets: byte offset of each document, int64 ``[N]``.
+        id_keys: key of each id, uint64 ``[N]``.
+        text_keys: key of the contents of each document, uint64 ``[N]``.
+        sha256: digest of all documents.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    id_keys: npt.NDArray[np.uint64]
+    text_keys: npt.NDArray[np.uint64]
+    sha256: str
+
+
+def _read_keys(file: Path, size: int, fields: DocumentFields) -> _FileKeys:
+    """Read a file of documents once, and compute the keys and the digest of its documents.
+
+    Args:
+        file: JSON lines, or lines ``id<tab>text``.
+        size: size of the file in bytes.
+        fields: custom names of the document fields.
+    """
+    no_keys = np.empty(0, np.uint64)  # concatenate() needs an array if the file is empty
+    offset_parts = [no_keys]
+    id_key_parts = [no_keys]
+    text_key_parts = [no_keys]
+    digest = TextsDigest()
+    # hashlib releases the interpreter lock, so that a thread can compute the digest of a range
+    # while the next range is read. At most one range waits for it.
+    with ThreadPoolExecutor(1) as executor:
+        pending: Future[None] | None = None
+        for lines in all_lines(file, size, fields):
+            offset_parts.append(lines.offsets)
+            id_key_parts.append(lines.id_keys)
+            text_key_parts.append(lines.text_keys)
+            if pending is not None:
+                pending.result()
+            pending = executor.submit(digest.add_encoded, lines.encoded)
+        if pending is not None:
+            pending.result()
+    return _FileKeys(
+        np.concatenate(offset_parts).astype(np.int64),
+        np.concatenate(id_key_parts),
+        np.concatenate(text_key_parts),
+        digest.hexdigest(),
+    )
+
+
 def _index_file(
     file: Path,
     state: FileState,
@@ -376,32 +426,14 @@ def _index_file(
     Raises:
         DataError: if a line is malformed, or an id is missing or repeated.
     """
-    nothing = np.empty(0, np.uint64)
-    offset_parts = [nothing]
-    id_key_parts = [nothing]
-    text_key_parts = [nothing]
-    digest = TextsDigest()
     try:
-        # hashlib releases the interpreter lock, so that a thread can compute the digest of a range
-        # while the next range is read. At most one range waits for it.
-        with ThreadPoolExecutor(1) as executor:
-            pending: Future[None] | None = None
-            for lines in all_lines(file, state.size, fields):
-                offset_parts.append(lines.offsets)
-                id_key_parts.append(lines.id_keys)
-                text_key_parts.append(lines.text_keys)
-                if pending is not None:
-                    pending.result()
-                pending = executor.submit(digest.add_encoded, lines.encoded)
-            if pending is not None:
-                pending.result()
+        keys = _read_keys(file, state.size, fields)
     except PageRowError:
         raise
     except (ValueError, RecursionError, UnicodeError):
         load_documents(file, fields)  # raises an error that names the line
         raise
-    id_keys = np.concatenate(id_key_parts)
-    offsets = np.concatenate(offset_parts).astype(np.int64)
+    id_keys = keys.id_keys
     positions = np.argsort(id_keys, kind="stable")
     sorted_id_keys = id_keys[positions]
     has_equal_keys = bool((np.diff(sorted_id_keys) == 0).any())
@@ -410,13 +442,13 @@ def _index_file(
     line_index = LineIndex(
         sorted_id_keys=sorted_id_keys,
         positions=positions.astype(np.int32),
-        offsets=np.append(offsets, state.size),
-        text_keys=np.concatenate(text_key_parts),
+        offsets=np.append(keys.offsets, state.size),
+        text_keys=keys.text_keys,
     )
     return LazyDocuments(
         file,
         state,
-        digest.hexdigest(),
+        keys.sha256,
         line_index,
         id_and_document_of_line,
         fields,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -687,34 +688,33 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     check_rows("rows", rows)
     check_instance("collection", collection, Collection, "load_collection(path)")
     qrels = collection.split_qrels(split)
-    position_of_document = {document: position for position, document in enumerate(rows.documents)}
-    insert_at = []  # row before which each missing document is inserted
-    missing_positions = []  # position of each missing document
-    row_counts = []  # number of rows of each query
-    for group, start in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
+    missing_by_query = []
+    for group in rows.groups():
         present = set(group.documents)
-        missing = [
-            document
-            for document, grade in qrels.get(group.query, {}).items()
-            if grade > 0 and document not in present
-        ]
-        for document in missing:
-            position = position_of_document.setdefault(document, len(position_of_document))
-            missing_positions.append(position)
-            insert_at.append(start)
-        row_counts.append(len(group.documents) + len(missing))
-    if not missing_positions:
+        grades = qrels.get(group.query, {})
+        missing_by_query.append(
+            [name for name, grade in grades.items() if grade > 0 and name not in present],
+        )
+    n_missing = np.array([len(missing) for missing in missing_by_query], np.int64)
+    if not n_missing.any():
         return rows
     if rows.scored:
         raise ArgumentError(
             "rows",
-            f"scored rows must have all relevant documents of {split}, but {len(missing_positions)}"
+            f"scored rows must have all relevant documents of {split}, but {n_missing.sum()}"
             " are missing. Score the mined file again.",
         )
+    position_of_document = {document: position for position, document in enumerate(rows.documents)}
+    missing_positions = [
+        position_of_document.setdefault(document, len(position_of_document))
+        for document in itertools.chain.from_iterable(missing_by_query)
+    ]
+    # The missing documents of a query are inserted before its first row.
+    insert_at = np.repeat(rows.offsets[:-1], n_missing)
     return replace(
         rows,
         documents=list(position_of_document),
-        offsets=offsets_of(row_counts),
+        offsets=offsets_of(np.diff(rows.offsets) + n_missing),
         document=np.insert(
             rows.document,
             insert_at,
