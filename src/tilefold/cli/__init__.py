@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,14 +35,6 @@ COMMANDS = (
     "warmup",
     "info",
 )
-# Command -> file of its function, for commands that share the file of another command.
-_FILE_OF_COMMAND = {
-    "fuse": "evaluate",
-    "merge": "index",
-    "recipes": "train",
-    "score": "mine",
-    "warmup": "bench",
-}
 WRONG_USAGE = 2  # exit codes
 INTERRUPTED = 130
 
@@ -231,16 +222,89 @@ def _app(command: str | None = None) -> Any:
     return app
 
 
-def _function_of(command: str) -> Callable[..., None]:
+def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912 - one per command
     """Import the function of a command, but not the files of other commands.
+
+    Each import is a statement of its own, so that the imports of the package can be checked.
 
     Args:
         command: one of :data:`COMMANDS`.
     """
-    file_name = _FILE_OF_COMMAND.get(command, command)
-    module = importlib.import_module(f"tilefold.cli.{file_name}")
-    function: Callable[..., None] = getattr(module, command)
-    return function
+    if command == "demo":
+        from tilefold.cli.demo import demo
+
+        return demo
+    if command == "train":
+        from tilefold.cli.train import train
+
+        return train
+    if command == "recipes":
+        from tilefold.cli.train import recipes
+
+        return recipes
+    if command == "encode":
+        from tilefold.cli.encode import encode
+
+        return encode
+    if command == "verify":
+        from tilefold.cli.verify import verify
+
+        return verify
+    if command == "merge":
+        from tilefold.cli.index import merge
+
+        return merge
+    if command == "index":
+        from tilefold.cli.index import index
+
+        return index
+    if command == "migrate":
+        from tilefold.cli.migrate import migrate
+
+        return migrate
+    if command == "search":
+        from tilefold.cli.search import search
+
+        return search
+    if command == "evaluate":
+        from tilefold.cli.evaluate import evaluate
+
+        return evaluate
+    if command == "compare":
+        from tilefold.cli.compare import compare
+
+        return compare
+    if command == "export":
+        from tilefold.cli.export import export
+
+        return export
+    if command == "fuse":
+        from tilefold.cli.evaluate import fuse
+
+        return fuse
+    if command == "mine":
+        from tilefold.cli.mine import mine
+
+        return mine
+    if command == "score":
+        from tilefold.cli.mine import score
+
+        return score
+    if command == "serve":
+        from tilefold.cli.serve import serve
+
+        return serve
+    if command == "bench":
+        from tilefold.cli.bench import bench
+
+        return bench
+    if command == "warmup":
+        from tilefold.cli.bench import warmup
+
+        return warmup
+    from tilefold.cli.info import info
+
+    return info
 
 
 def __getattr__(name: str) -> Any:

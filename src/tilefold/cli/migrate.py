@@ -516,30 +516,27 @@ def _print_state(
         old_folder, new_folder = new_folder, old_folder
     old_name = _kind_and_model(old_folder, old_model)
     new_name = _kind_and_model(new_folder, record.model)
+    next_command = f"next: tilefold migrate --index {index}"
     if is_cut_over:
-        lines = [
+        state = (
             f"{index} is the new index {new_name}, with {n_documents:,} documents; the old one "
-            f"{old_name} is in {standby}",
-            f"next: tilefold migrate --index {index} --rollback, or --discard to remove the old "
-            "index",
-        ]
+            f"{old_name} is in {standby}"
+        )
+        next_command += " --rollback, or --discard to remove the old index"
     elif is_rolled_back:
-        lines = [
+        state = (
             f"{index} is the old index again {old_name}, with {n_documents:,} documents; the new "
-            f"one {new_name} is in {standby}",
-            f"next: tilefold migrate --index {index} --cut-over, or --discard to remove the new "
-            "index",
-        ]
+            f"one {new_name} is in {standby}"
+        )
+        next_command += " --cut-over, or --discard to remove the new index"
     else:
-        preview = "--preview QUERIES"
-        if record.old_model is None:
-            preview += " --old-model OLD_MODEL"
-        lines = [
+        state = (
             f"the new index {new_name} has all {n_documents:,} documents: {standby}; "
-            f"{index} is still the old one {old_name}",
-            f"next: tilefold migrate --index {index} {preview}, or --cut-over",
-        ]
-    _common.print_result(result, request.as_json, *lines)
+            f"{index} is still the old one {old_name}"
+        )
+        old_model_option = " --old-model OLD_MODEL" if record.old_model is None else ""
+        next_command += f" --preview QUERIES{old_model_option}, or --cut-over"
+    _common.print_result(result, request.as_json, state, next_command)
 
 
 def _kind_and_model(index: Path, model: str | None) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -491,22 +491,12 @@ def _train_on_rank(
     if rank == 0:
         progress_bar = _common.resumable_progress_bar("training", _common.FRESH_HINT)
     with progress_bar as update:
-        is_first_report = True
-
-        def report_progress(step: int, steps: int, losses: Losses | None) -> None:
-            nonlocal is_first_report
-            if is_first_report:
-                # The bar takes the first number for the steps of an earlier run.
-                update(resumed_step, steps)
-                is_first_report = False
-            update(step, steps, losses)
-
         return catalogue.train(
             config,
             collection,
             output,
             negatives=negatives,
-            progress=report_progress,
+            progress=_progress_reporter(update, resumed_step),
             resume=request.resume,
             overwrite=request.overwrite,
             verbose=request.verbose,
@@ -514,6 +504,28 @@ def _train_on_rank(
             report_to=request.report_to,
             command=shlex.join(["tilefold", *_options.command_line]),
         )
+
+
+def _progress_reporter(
+    update: Callable[..., None], resumed_step: int
+) -> Callable[[int, int, Losses | None], None]:
+    """Return a function that shows the steps of a training on a progress bar.
+
+    Args:
+        update: function that shows the number of finished steps, their total, and the losses. It
+            takes the first number for the steps of an earlier run.
+        resumed_step: the last step of an earlier run; 0 without one.
+    """
+    is_first_report = True
+
+    def report(step: int, steps: int, losses: Losses | None) -> None:
+        nonlocal is_first_report
+        if is_first_report:
+            update(resumed_step, steps)
+            is_first_report = False
+        update(step, steps, losses)
+
+    return report
 
 
 def _read_negatives_ahead(config: Any, request: TrainRequest) -> RowsAhead | None:

@@ -22,7 +22,6 @@ import torch
 from tilefold._internal.files import InUseError
 from tilefold._internal.processes import describe_exit
 from tilefold.ops.row_groups import normalize_rows
-from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, provenance_of
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.data.passages import Passages
@@ -746,9 +745,10 @@ def _sparse_vectors_of(rows: Mapping[str, Row], job: SparseJob) -> SparseVectors
         rows: id -> encoded row.
         job: the job, with the size and the fingerprint of the vocabulary.
     """
+    row_lengths = [len(row.indices) for row in rows.values()]
     vectors = SparseVectors(
         list(rows),
-        offsets_of(np.array([len(row.indices) for row in rows.values()])),
+        np.cumsum([0, *row_lengths]),
         np.concatenate([row.indices for row in rows.values()]),
         np.concatenate([row.weights for row in rows.values()]),
         job.vector_size,

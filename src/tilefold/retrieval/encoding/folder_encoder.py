@@ -33,10 +33,9 @@ class FolderEncoder(Generic[M, V]):
         self._save_seconds = 60 * job.output.save_minutes
         self._n_texts = len(job.texts)
         self._writer: Any = None  # a ShardWriter, once the folder is open
-        self._shards: deque[PendingShard[V]] = (
-            deque()
-        )  # shards that were not written at last report
-        self._n_written = 0  # texts of the shards that were written at the last report
+        # The shards that were not written at the last report, and the number of texts in others.
+        self._shards: deque[PendingShard[V]] = deque()
+        self._n_written = 0
         self._n_reported = 0
 
     def run(self) -> M:

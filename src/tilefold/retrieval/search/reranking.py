@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -573,19 +574,19 @@ def _pairs_by_shard(
         failed_ids = documents.manifest.failed
     else:
         shard_and_row = {document: (0, row) for row, document in enumerate(documents.ids)}
-    candidate_ids = {document for documents_of in candidates.values() for document in documents_of}
+    # The distinct candidates, in the order of the queries.
+    distinct_candidates = dict.fromkeys(itertools.chain.from_iterable(candidates.values()))
     missing = [
         document
-        for documents_of in candidates.values()
-        for document in documents_of
+        for document in distinct_candidates
         if document not in shard_and_row and document not in failed_ids
     ]
     if missing:
         raise ArgumentDataError(
             "documents",
-            f"no token vectors of candidate {missing[0]!r} ({len(set(missing))} of "
-            f"{len(candidate_ids)} candidates have none). Encode the collection that they come "
-            "from.",
+            f"no token vectors of candidate {missing[0]!r} ({len(missing)} of "
+            f"{len(distinct_candidates)} candidates have none). Encode the collection that they "
+            "come from.",
         )
     pairs: dict[int, list[_Pair]] = {}
     for query, document_ids in candidates.items():

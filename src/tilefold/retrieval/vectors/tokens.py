@@ -508,7 +508,7 @@ def open_tokens(path: str | Path) -> TokenStore:
 
     The checksum of a shard is compared when the shard is first used.
     """
-    return _opened(TokenManifest, path_of("path", path))
+    return _open_store(TokenManifest, path_of("path", path))
 
 
 def open_dense(path: str | Path) -> TokenStore:
@@ -516,10 +516,10 @@ def open_dense(path: str | Path) -> TokenStore:
 
     The checksum of a shard is compared when the shard is first used.
     """
-    return _opened(DenseManifest, path_of("path", path))
+    return _open_store(DenseManifest, path_of("path", path))
 
 
-def _opened(manifest_type: type[TokenManifest], folder: Path) -> TokenStore:
+def _open_store(manifest_type: type[TokenManifest], folder: Path) -> TokenStore:
     """Open a folder of vectors.
 
     Args:
