@@ -214,7 +214,7 @@ class Stages:
 def _note_answers(system: str, collection: Collection, run: Run) -> None:
     """Print the titles of the first documents for the example query."""
     documents = list(run[steps.EXAMPLE_ID])[:ANSWERS]
-    titles = [collection.documents[name].title or name for name in documents]
+    titles = [collection.documents[document_id].title or document_id for document_id in documents]
     note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 

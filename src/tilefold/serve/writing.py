@@ -660,7 +660,7 @@ def _texts_of(documents: Mapping[str, Document], passages: str | None) -> Mappin
         passages: how documents are divided; ``None`` for whole documents.
     """
     if passages is None:
-        return {name: document.contents for name, document in documents.items()}
+        return {document_id: document.contents for document_id, document in documents.items()}
     return Passages.parse(passages).of(documents)
 
 
@@ -722,17 +722,17 @@ def _write_vectors(
         has_special_tokens = provenance.special_tokens is not False
         encoding = SparseEncoding(special_tokens=has_special_tokens)
         sparse_job = encoding.create_job(model.model, texts, output, provenance_of_texts)
-        vectors = _sparse_vectors_of({name: rows[name] for name in ids}, sparse_job)
+        vectors = _sparse_vectors_of({text_id: rows[text_id] for text_id in ids}, sparse_job)
         if not has_special_tokens:
             vectors = vectors.without(model.model.tokenizer.all_special_ids)
         job = sparse_job
     elif model.kind == "dense":
         dense_encoding = DenseEncoding(dimension=dimension)
         job = dense_encoding.create_job(model.model, texts, output, provenance_of_texts)
-        vectors = job.to_vectors(ids, [_dense_row(model, rows[name], job) for name in ids])
+        vectors = job.to_vectors(ids, [_dense_row(model, rows[text_id], job) for text_id in ids])
     else:
         job = TokenEncoding().create_job(model.model, texts, output, provenance_of_texts)
-        vectors = job.to_vectors(ids, [rows[name] for name in ids])
+        vectors = job.to_vectors(ids, [rows[text_id] for text_id in ids])
     writer = job.open_writer(writes_manifest=True)
     writer.write_shard(0, vectors)
     writer.finish(len(ids))

@@ -265,11 +265,11 @@ class Passages:
             DataError: if a document is a page without a text.
         """
         documents = documents_by_id("documents", documents)
-        contents = {name: text_of(document) for name, document in documents.items()}
+        contents = {document_id: text_of(document) for document_id, document in documents.items()}
         texts: dict[str, str] = {}
-        for name, document in documents.items():
+        for document_id, document in documents.items():
             for number, (start, stop) in enumerate(self.ranges(document.text), start=1):
-                passage = Passage(name, number, start, stop)
+                passage = Passage(document_id, number, start, stop)
                 texts[passage.id] = passage.of_document(document).contents
         digest = texts_digest(contents)
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))

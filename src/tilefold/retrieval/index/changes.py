@@ -67,19 +67,19 @@ class Change:
         # A replaced document moves to the end, as it does in an index.
         replaced_or_deleted = later.deleted | later.documents.keys()
         documents = {
-            name: document
-            for name, document in self.documents.items()
-            if name not in replaced_or_deleted
+            document_id: document
+            for document_id, document in self.documents.items()
+            if document_id not in replaced_or_deleted
         }
         documents.update(later.documents)
         # A document that is added again has all of its passages.
         deleted = {
-            name
-            for name in self.deleted
-            if name not in later.documents
-            and not (has_passages and name.rpartition("#")[0] in later.documents)
+            document_id
+            for document_id in self.deleted
+            if document_id not in later.documents
+            and not (has_passages and document_id.rpartition("#")[0] in later.documents)
         }
-        deleted.update(name for name in later.deleted if name not in later.documents)
+        deleted.update(later.deleted - later.documents.keys())
         return Change(deleted, documents)
 
 
@@ -192,12 +192,12 @@ def check_texts_only(documents: Mapping[str, Document]) -> None:
     Args:
         documents: document id -> document.
     """
-    for name, document in documents.items():
+    for document_id, document in documents.items():
         if document.page is not None:
             raise DataError(
-                f"documents: expected texts, got the page image {name!r}. Page images are not "
-                "migrated: encode them with the new model, build another index, and start a server "
-                "with it.",
+                f"documents: expected texts, got the page image {document_id!r}. Page images are "
+                "not migrated: encode them with the new model, build another index, and start a "
+                "server with it.",
             )
 
 

@@ -371,7 +371,7 @@ def _documents_of(
     if passages is not None:
         document_ids = list(dict.fromkeys(document_of(vector_id) for vector_id in vector_ids))
     available = documents or {}
-    missing = [name for name in document_ids if name not in available]
+    missing = [document_id for document_id in document_ids if document_id not in available]
     if missing:
         raise ArgumentError(
             "documents",
@@ -379,7 +379,7 @@ def _documents_of(
             f"which has to encode them, too; {len(missing)} are missing, such as {missing[0]!r}. "
             "Pass them, or end the migration first (tilefold migrate).",
         )
-    return {name: available[name] for name in document_ids}
+    return {document_id: available[document_id] for document_id in document_ids}
 
 
 def _write_segment(

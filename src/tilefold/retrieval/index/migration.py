@@ -255,9 +255,9 @@ class Migration:
             not_indexed = set(absent) - _document_ids_of(index, passages)
             if not_indexed:
                 documents = {
-                    name: document
-                    for name, document in documents.items()
-                    if name not in not_indexed
+                    document_id: document
+                    for document_id, document in documents.items()
+                    if document_id not in not_indexed
                 }
             check_same_documents(index, documents, data)
             record = MigrationRecord(
@@ -356,9 +356,12 @@ class Migration:
         """
         ids = StoredIds.load(self.folder / _BASE, self.record.n_documents)
         keys = read_array(self.folder / _BASE / _TEXT_KEYS, np.uint64, len(ids))
-        base_documents = {name: documents.get(name, Document(name, "", "")) for name in ids}
+        base_documents = {
+            document_id: documents.get(document_id, Document(document_id, "", ""))
+            for document_id in ids
+        }
         is_changed = _text_keys(base_documents) != keys
-        is_changed |= np.array([name not in documents for name in ids], bool)
+        is_changed |= np.array([document_id not in documents for document_id in ids], bool)
         changed_ids = {ids[position] for position in np.flatnonzero(is_changed).tolist()}
         if not changed_ids:
             has_same_order = list(documents) == list(ids)
@@ -395,7 +398,9 @@ class Migration:
         metadata = None
         if _has_metadata(self.index):
             metadata = {
-                name: document.metadata for name, document in documents.items() if document.metadata
+                document_id: document.metadata
+                for document_id, document in documents.items()
+                if document.metadata
             }
         options = manifest["options"]
         if isinstance(vectors, SparseVectors):
@@ -479,7 +484,9 @@ class Migration:
         if change.documents:
             vectors = self._encode_change(change, passages, encoder)
             if _has_metadata(self.standby):
-                metadata = {name: item.metadata for name, item in change.documents.items()}
+                metadata = {
+                    document_id: item.metadata for document_id, item in change.documents.items()
+                }
         # A document that the model cannot encode must not keep the vectors of its earlier text. It
         # is then missing, which _check_standby_is_complete reports.
         outdated = change.deleted | change.documents.keys()
@@ -684,14 +691,14 @@ def check_same_documents(index: Path, documents: Mapping[str, Document], data: s
         DataError: if documents are missing or not in the index.
     """
     indexed_ids = _document_ids_of(index, _passages_of(read_description(index)))
-    missing = sorted(name for name in indexed_ids if name not in documents)
+    missing = sorted(document_id for document_id in indexed_ids if document_id not in documents)
     if missing:
         raise DataError(
             f"{data}: expected the texts of all {len(indexed_ids):,} documents of {index}, got "
             f"{len(indexed_ids) - len(missing):,}; {len(missing):,} are missing"
             f"{_shown(missing)}. Add them to the collection.",
         )
-    surplus = sorted(name for name in documents if name not in indexed_ids)
+    surplus = sorted(document_id for document_id in documents if document_id not in indexed_ids)
     if surplus:
         raise DataError(
             f"{data}: expected only the {len(indexed_ids):,} documents of {index}; "
@@ -738,7 +745,7 @@ def _texts_of(documents: Mapping[str, Document], passages: str | None) -> Mappin
         return Passages.parse(passages).of(documents)
     if read_lazily is not None:
         return read_lazily()
-    return {name: document.contents for name, document in documents.items()}
+    return {document_id: document.contents for document_id, document in documents.items()}
 
 
 def _ids_of(index: Path) -> set[str]:
@@ -747,7 +754,7 @@ def _ids_of(index: Path) -> set[str]:
     for part in PartList.read(index).parts:
         folder = part.folder_in(index)
         part_ids = StoredIds.load(folder, read_description(folder)["n_documents"])
-        ids.update(name for name in part_ids if name not in part.removed)
+        ids.update(vector_id for vector_id in part_ids if vector_id not in part.removed)
     return ids
 
 
@@ -759,7 +766,7 @@ def _document_ids_of(index: Path, passages: str | None) -> set[str]:
         passages: how documents were divided into passages; None for whole documents.
     """
     ids = _ids_of(index)
-    return ids if passages is None else {name.rpartition("#")[0] for name in ids}
+    return ids if passages is None else {vector_id.rpartition("#")[0] for vector_id in ids}
 
 
 def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
