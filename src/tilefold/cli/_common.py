@@ -406,7 +406,12 @@ def document_fields(
     fields: DocumentFields,
     page_ranges: PageRanges | None = None,
 ) -> Iterator[None]:
-    """Read the documents of ``--data`` with these field names, and these pages, in this context."""
+    """Read the documents of ``--data`` with these field names, and these pages, in this context.
+
+    Args:
+        fields: custom names of the document fields.
+        page_ranges: the pages of each file; None for all.
+    """
     _fields.append(fields)
     _page_ranges.append(page_ranges)
     try:
@@ -478,7 +483,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:
-    """Raise ``UsageError`` if a collection does not have a split that `option` names."""
+    """Raise ``UsageError`` if a collection does not have a split that `option` names.
+
+    Args:
+        collection: the collection.
+        split: the split.
+        option: the option, for the error.
+    """
     if not collection.qrels:
         raise UsageError(
             f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.",

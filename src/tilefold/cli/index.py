@@ -825,7 +825,12 @@ def _metadata_of(
     collection: Collection,
     data: str | None,
 ) -> Mapping[str, Mapping[str, object]]:
-    """Return the metadata of the documents of ``--data``; print a note if there are none."""
+    """Return the metadata of the documents of ``--data``; print a note if there are none.
+
+    Args:
+        collection: the collection of ``--data``.
+        data: the value of ``--data``, for the note.
+    """
     metadata = collection.metadata()
     if not metadata:
         _note_missing_metadata(data)

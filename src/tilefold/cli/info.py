@@ -258,7 +258,12 @@ def _operators() -> dict[str, dict[str, Any]]:
 
 
 def _implementation_on(operator: Any, device: torch.device) -> dict[str, Any]:
-    """Return which implementation ``impl="auto"`` runs for an operator on a device, and why."""
+    """Return which implementation ``impl="auto"`` runs for an operator on a device, and why.
+
+    Args:
+        operator: the operator.
+        device: the CPU, or a GPU.
+    """
     import torch
 
     from tilefold.ops import implementations

@@ -639,7 +639,12 @@ def _report(
 
 
 def _next_step(request: TrainRequest, *, trains_token_vectors: bool) -> str:
-    """Return the line with the command that encodes the documents with the trained model."""
+    """Return the line with the command that encodes the documents with the trained model.
+
+    Args:
+        request: the options of the command.
+        trains_token_vectors: whether the model is a late-interaction model.
+    """
     encode = _common.next_command(
         "encode",
         "--model",
@@ -818,7 +823,12 @@ def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: boo
 
 
 def _apply_colbert_options(recipe: dict[str, Any], request: TrainRequest) -> None:
-    """Override fields of a late-interaction recipe, in place, by the given options."""
+    """Override fields of a late-interaction recipe, in place, by the given options.
+
+    Args:
+        recipe: fields of the recipe, changed in place.
+        request: the options of the command.
+    """
     if request.dimension is not None:
         # With 0, there is no projection: token vectors have the backbone's own dimension.
         recipe["dimension"] = None if request.dimension == 0 else request.dimension

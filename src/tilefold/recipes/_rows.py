@@ -181,7 +181,12 @@ def training_pairs(collection: Collection) -> Pairs:
 
 
 def _check_pair_count(n_pairs: int, collection: Collection) -> None:
-    """Raise a ``ValueError`` if a collection has too few training pairs for in-batch negatives."""
+    """Raise a ``ValueError`` if a collection has too few training pairs for in-batch negatives.
+
+    Args:
+        n_pairs: number of training pairs.
+        collection: the collection, which the error names.
+    """
     if n_pairs == 0:
         splits = sorted(collection.qrels) or "none"
         raise ValueError(

@@ -637,7 +637,12 @@ def _use_attention(model: Model, recipe: TrainingSettings) -> None:
 
 
 def _adapters_note(recipe: Recipe, adapters: Sequence[str]) -> str:
-    """Return a note on adapters of the base model; empty without adapters."""
+    """Return a note on adapters of the base model; empty without adapters.
+
+    Args:
+        recipe: the recipe.
+        adapters: names of the adapters of the base model.
+    """
     if not adapters or recipe.adds_adapters:
         return ""
     return (
@@ -648,7 +653,12 @@ def _adapters_note(recipe: Recipe, adapters: Sequence[str]) -> str:
 
 
 def _truncation_note(recipe: TrainingSettings, model: Model) -> str:
-    """Return a note if the model reads fewer tokens than the recipe's limit; empty otherwise."""
+    """Return a note if the model reads fewer tokens than the recipe's limit; empty otherwise.
+
+    Args:
+        recipe: the recipe, with its maximum length.
+        model: the model.
+    """
     limit = getattr(model[0], "document_length", None) or model.max_seq_length
     if not isinstance(limit, int) or limit >= recipe.max_length:
         return ""

@@ -197,7 +197,14 @@ def _check_minilm_numbers(
     max_length: int,
     seed: int,
 ) -> None:
-    """Raise an error for a number of :func:`minilm_splade` of a wrong type or out of range."""
+    """Raise an error for a number of :func:`minilm_splade` of a wrong type or out of range.
+
+    Args:
+        percentile: percentile of the logits, in (0, 100).
+        layers: number of layers to keep; ``None`` for all.
+        max_length: maximum number of tokens per text.
+        seed: the seed.
+    """
     finite_number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
     integer()("layers", layers, True)
     check_integer("max_length", max_length)

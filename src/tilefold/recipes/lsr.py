@@ -720,7 +720,12 @@ def _number_of_draws(recipe: LsrRecipe, n_pairs: int) -> int:
 
 
 def _missing_negatives_message(recipe: LsrRecipe, collection: Collection) -> str:
-    """Return an error message with the commands that create the negatives of a recipe."""
+    """Return an error message with the commands that create the negatives of a recipe.
+
+    Args:
+        recipe: the recipe.
+        collection: the collection, which the commands name.
+    """
     data = "mined negatives with teachers' scores" if recipe.needs_scores else "mined negatives"
     commands = recipe.preparation(collection.name)
     file = commands[-1].split()[-1]
@@ -746,6 +751,11 @@ def filled_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBa
     The sampler of sentence-transformers makes short batches, down to a single pair, if a query or a
     document occurs in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches, and short
     batches are filled with rows that the epoch has already had.
+
+    Args:
+        dataset: data set of the training rows.
+        batch_size: number of rows of a batch.
+        settings: additional arguments that sentence-transformers passes.
     """
     settings["drop_last"] = True
     return _batches_of_texts(dataset, batch_size, **settings)

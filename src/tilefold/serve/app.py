@@ -226,7 +226,12 @@ class _App(FastAPI):
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown route or method in the format of other errors."""
+    """Answer a request for an unknown route or method in the format of other errors.
+
+    Args:
+        request: not used.
+        error: the error of FastAPI, with a status.
+    """
     status = getattr(error, "status_code", 500)
     message_of_status = {
         404: "there is no such route",

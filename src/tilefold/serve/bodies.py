@@ -726,7 +726,12 @@ def _norm(vector: Vector) -> float:
 
 
 def _sparse_dot(first: Row, second: Row) -> float:
-    """Compute the inner product of two sparse vectors in fp64."""
+    """Compute the inner product of two sparse vectors in fp64.
+
+    Args:
+        first: a sparse vector.
+        second: another one over the same vocabulary.
+    """
     _, first_positions, second_positions = np.intersect1d(
         first.indices,
         second.indices,

@@ -155,7 +155,12 @@ def add_route(
 
 
 def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace the references in a JSON schema by the definitions that they name."""
+    """Replace the references in a JSON schema by the definitions that they name.
+
+    Args:
+        schema: the schema, or a part of it.
+        definitions: name -> schema.
+    """
     if isinstance(schema, list):
         return [_inline_references(item, definitions) for item in schema]
     if not isinstance(schema, dict):

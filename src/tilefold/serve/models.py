@@ -95,7 +95,13 @@ class TextTokens:
         prompt: str = "",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the number of tokens of each text with a prompt before it."""
+        """Return the number of tokens of each text with a prompt before it.
+
+        Args:
+            texts: the texts.
+            prompt: text that is put before each of them.
+            add_special_tokens: whether special tokens are added and counted.
+        """
         full_texts = [prompt + text for text in texts]
         return list(map(len, self._encode(full_texts, add_special_tokens)))
 
@@ -466,6 +472,10 @@ class Served:
         """Encode texts with an accelerated model to packed sparse rows.
 
         No matrix ``[B, V]`` is created, which would take longer than copying the rows.
+
+        Args:
+            key: the encoding of the batch: side, prompt and truncation.
+            texts: the texts.
         """
         model: Any = self.model
         packed = model.encode_sparse_batch.encode_rows(
@@ -486,7 +496,12 @@ class Served:
         key: BatchKey,
         inputs: Sequence[Sequence[int]],
     ) -> list[Row]:
-        """Encode lists of token ids with the model's modules to sparse rows."""
+        """Encode lists of token ids with the model's modules to sparse rows.
+
+        Args:
+            key: the encoding of the batch: side and truncation.
+            inputs: lists of token ids.
+        """
         features = self._forward_token_ids(key, inputs)
         rows = _matrix_rows(features["sentence_embedding"].to_dense().float().cpu())
         # limited as by ``encode`` of sentence-transformers, which was not called

@@ -158,7 +158,12 @@ class Routes:
         }
 
     def _options(self, body: bodies.Encoded, normalize: bool = True) -> EncodeOptions:
-        """Return the options with which the inputs of a body are encoded."""
+        """Return the options with which the inputs of a body are encoded.
+
+        Args:
+            body: a body with the fields of an encoding.
+            normalize: whether a dense model normalises its vectors.
+        """
         return EncodeOptions(
             self.side,
             body.prompt_name,
@@ -324,7 +329,12 @@ class Routes:
         raise invalid("`texts` or `documents`: expected one of them")
 
     async def _rerank_texts(self, body: bodies.Rerank, texts: list[str]) -> Response:
-        """Rank texts by their score with the query, in text-embeddings-inference's format."""
+        """Rank texts by their score with the query, in text-embeddings-inference's format.
+
+        Args:
+            body: body of the request.
+            texts: the texts to rank.
+        """
         scores, outcome = await self._score_texts([body.query], texts, body, "texts")
         ranked = _ranked_texts(texts, scores, _ranking(scores), body.return_text)
         return self._record_and_respond(bodies.to_json(ranked), outcome, "multi-vector")
@@ -334,7 +344,12 @@ class Routes:
         body: bodies.Rerank,
         documents: list[str | ImageData],
     ) -> Response:
-        """Rank documents by their score with the query, in Cohere's format."""
+        """Rank documents by their score with the query, in Cohere's format.
+
+        Args:
+            body: body of the request.
+            documents: the texts and images to rank.
+        """
         scores, outcome = await self._score_texts([body.query], documents, body, "documents")
         ranking = _ranking(scores)[: body.top_n]
         content = {

@@ -87,7 +87,12 @@ class Limits:
 
 
 def _check_limit(name: str, value: float) -> None:
-    """Raise ``ValueError`` if a limit is too low, or a time is not finite."""
+    """Raise ``ValueError`` if a limit is too low, or a time is not finite.
+
+    Args:
+        name: name of the limit. Names of times end in ``_seconds``.
+        value: its value.
+    """
     may_be_zero = name in _MAY_BE_ZERO
     if name.endswith("_seconds"):
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):

@@ -243,6 +243,10 @@ def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:
     """Concatenate ids and texts in UTF-8 to bytes for a digest.
 
     Each id and each text is preceded by its length, so that different texts have different bytes.
+
+    Args:
+        names: ids of the texts, in UTF-8.
+        texts: the texts, in UTF-8.
     """
     pieces: list[bytes] = []
     for name, text in zip(names, texts, strict=True):

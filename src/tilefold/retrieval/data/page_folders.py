@@ -261,7 +261,13 @@ def _no_pages_message(
     unread_files: dict[str, str],
     page_ranges: PageRanges | None,
 ) -> str:
-    """Return the error for a folder without a page."""
+    """Return the error for a folder without a page.
+
+    Args:
+        path: the folder, or a file.
+        unread_files: name of a file that could not be opened -> reason.
+        page_ranges: the pages that were asked for; None for all.
+    """
     expected = f"{path}: expected pages of PDFs and images ({', '.join(PAGE_SUFFIXES)})"
     if unread_files:
         files = "file" if len(unread_files) == 1 else "files"

@@ -237,6 +237,10 @@ def count_pages(file: Path, max_pixels: int = MAX_PIXELS) -> int:
 def _count_frames(file: Path, image: Any) -> int:
     """Return the number of pages of an opened image: those of a TIFF, and 1 for other formats.
 
+    Args:
+        file: path of the image, for errors.
+        image: the image as Pillow has opened it.
+
     Raises:
         DataError: if the image is an animation.
     """
@@ -348,7 +352,14 @@ def _open_pdf(file: Path) -> Iterator[Any]:
 
 
 def _render_pdf_page(file: Path, number: int, dpi: int, max_pixels: int) -> Image:
-    """Render a page of a PDF as RGB, with its annotations, upright as the file says."""
+    """Render a page of a PDF as RGB, with its annotations, upright as the file says.
+
+    Args:
+        file: the PDF.
+        number: number of the page, from 1.
+        dpi: dots per inch.
+        max_pixels: largest number of pixels of the page, and of an image on it.
+    """
     require("PIL.Image", "Pillow", "a PDF", extra="pages")
     with _open_pdf(file) as document:
         _check_number(file, number, len(document))

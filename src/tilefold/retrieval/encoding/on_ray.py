@@ -243,7 +243,15 @@ def _check_arguments(
     cluster: RayCluster | None,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Raise ``TypeError`` if an argument of :func:`encode_on_ray` has a wrong type."""
+    """Raise ``TypeError`` if an argument of :func:`encode_on_ray` has a wrong type.
+
+    Args:
+        load: loads the model.
+        texts: the texts, or their file.
+        encoding: options of encoding.
+        cluster: the cluster; None for the default.
+        progress: function that is called with the progress, or None.
+    """
     check_instance(
         "texts",
         texts,

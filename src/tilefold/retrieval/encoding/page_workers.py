@@ -191,7 +191,12 @@ def _prepare_without_workers(
     pending_steps: Iterable[PendingStep],
     preparation: PagePreparation,
 ) -> Iterator[tuple[EncodingStep, PreparedPages | None]]:
-    """Prepare the pages of steps in this process, and yield the steps without pauses."""
+    """Prepare the pages of steps in this process, and yield the steps without pauses.
+
+    Args:
+        pending_steps: the steps, in order.
+        preparation: decodes the pages and applies the processor.
+    """
     for pending in pending_steps:
         if pending.step.is_pause:
             continue
@@ -473,6 +478,12 @@ class PageWorkers:
     """
 
     def __init__(self, preparation: PagePreparation, n_workers: int) -> None:
+        """Fork the template process, and create the workers, which start later.
+
+        Args:
+            preparation: decodes the pages.
+            n_workers: number of processes.
+        """
         buffers_of_workers = [
             [SharedBuffer() for _ in range(_BUFFERS_PER_WORKER)] for _ in range(n_workers)
         ]
@@ -530,6 +541,13 @@ class _PageWorker:
         template: WorkerTemplate,
         buffers: Sequence[SharedBuffer],
     ) -> None:
+        """Create a worker without a process.
+
+        Args:
+            number: number of the worker.
+            template: forks the process.
+            buffers: take the features of the parts.
+        """
         self._number = number
         self._template = template
         self._buffers = buffers
@@ -708,11 +726,16 @@ def _receive_tasks(connection: Connection, tasks: queue.SimpleQueue[_Task]) -> N
         while True:
             tasks.put(connection.recv())
     except (EOFError, OSError):
-        os._exit(0)  # nobody waits for further results
+        os._exit(0)  # no process waits for further results
 
 
 def _write_features(buffer: SharedBuffer, prepared: PreparedPages) -> None:
-    """Move the tensors of features into a buffer, and replace each by a ``SharedTensor``."""
+    """Move the tensors of features into a buffer, and replace each by a ``SharedTensor``.
+
+    Args:
+        buffer: memory that is shared with the parent.
+        prepared: features of pages, changed in place.
+    """
     tensors = [
         tensor for _, features in prepared.groups for tensor in _tensors_of(features).values()
     ]

@@ -79,7 +79,12 @@ def check_encodes_images(model: Model) -> None:
 
 
 def prompt_of(model: Any, kind: str) -> str | None:
-    """Return the prompt that ``encode_document`` or ``encode_query`` puts before an input."""
+    """Return the prompt that ``encode_document`` or ``encode_query`` puts before an input.
+
+    Args:
+        model: a model of sentence-transformers.
+        kind: ``"document"`` or ``"query"``.
+    """
     names = _DOCUMENT_PROMPTS if kind == "document" else ("query",)
     for name in names:
         if name in model.prompts:

@@ -221,6 +221,10 @@ def _token_limit_of_kind(model: Model, kind: str) -> int | None:
     """Return the token limit of a model for a kind of texts, or None without a limit.
 
     A limit for this kind replaces the general limit of the model, as in sentence-transformers.
+
+    Args:
+        model: a model of sentence-transformers.
+        kind: ``"document"`` or ``"query"``.
     """
     first_module = next(iter(model.children()), None)
     for limit in (

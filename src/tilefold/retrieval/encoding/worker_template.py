@@ -74,6 +74,12 @@ class WorkerTemplate:
     """
 
     def __init__(self, run_worker: RunWorker, fork_lock: threading.Lock) -> None:
+        """Fork the template process.
+
+        Args:
+            run_worker: what a worker does.
+            fork_lock: a lock that no other thread may hold while the template is forked.
+        """
         context = multiprocessing.get_context("fork")
         self._requests, requests_of_template = context.Pipe()
         self._process: Any = context.Process(

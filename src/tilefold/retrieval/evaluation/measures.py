@@ -408,7 +408,13 @@ def _compute(metrics: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]
 
 
 def check_has_judged_query(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
-    """Raise ``ValueError`` if a run has queries, but none of them is in `qrels`."""
+    """Raise ``ValueError`` if a run has queries, but none of them is in `qrels`.
+
+    Args:
+        name: the argument with the run, for the error.
+        run: query id -> document id -> score.
+        qrels: query id -> document id -> grade.
+    """
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
         raise ArgumentError(
@@ -681,6 +687,10 @@ def flops(queries: SparseVectors, documents: SparseVectors) -> float:
 
     This FLOPS measure is ``sum over terms v of P(query has v) * P(document has v)``: the expected
     number of multiplications of a score in an inverted index.
+
+    Args:
+        queries: sparse vectors of queries.
+        documents: sparse vectors of documents.
     """
     check_vectors("queries", queries)
     check_vectors("documents", documents)

@@ -117,6 +117,10 @@ def _normalize(
 ) -> dict[str, list[_NormalizedScores | None]]:
     """Normalise the scores of each run, query by query.
 
+    Args:
+        runs: the runs: query id -> document id -> score.
+        normalization: how the scores of a query are normalised.
+
     Returns:
         Query id -> the scores of each run; None for a run without results for the query.
     """

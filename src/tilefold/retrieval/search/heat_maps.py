@@ -211,6 +211,10 @@ def _tiles_of_image(model: Any, image: Image) -> tuple[int, int]:
     """Return how many rows and columns of tiles a processor divides an image into.
 
     Both are 0 for an image that is not divided.
+
+    Args:
+        model: a ``MultiVectorEncoder`` whose processor divides images into tiles.
+        image: the image.
     """
     options: dict[str, Any] = {}
     for module in model:

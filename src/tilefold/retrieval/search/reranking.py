@@ -115,7 +115,12 @@ def rerank(
 
 
 def _check_vectors_fit(queries: TokenVectors, documents: TokenStore | TokenVectors) -> None:
-    """Raise ``ValueError`` if token vectors of queries and documents cannot be compared."""
+    """Raise ``ValueError`` if token vectors of queries and documents cannot be compared.
+
+    Args:
+        queries: token vectors of queries.
+        documents: token vectors of documents.
+    """
     if queries.values.dtype == torch.int8:
         raise ArgumentError(
             "queries",

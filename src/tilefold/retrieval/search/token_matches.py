@@ -214,7 +214,13 @@ class ExplainedQuery:
 
 
 def _check_count(description: str, tokens: ScoredTokens, vectors: Any) -> None:
-    """Raise ``DataError`` if a model returns another number of tokens than there are vectors."""
+    """Raise ``DataError`` if a model returns another number of tokens than there are vectors.
+
+    Args:
+        description: what the tokens are, for the error.
+        tokens: the tokens.
+        vectors: their token vectors.
+    """
     if len(tokens.ids) != len(vectors):
         raise ArgumentDataError(
             "explain",

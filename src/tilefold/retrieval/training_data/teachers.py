@@ -312,7 +312,12 @@ def _check_finite(teacher: Teacher, rows: TrainingRows, scores: Floats) -> None:
 
 
 def _load_scores(file: Path, count: int) -> Floats | None:
-    """Return `count` saved scores, or None if the file is missing or damaged."""
+    """Return `count` saved scores, or None if the file is missing or damaged.
+
+    Args:
+        file: the file.
+        count: number of training rows.
+    """
     if not file.is_file():
         return None
     try:
@@ -571,7 +576,13 @@ def _check_scale_and_like(
     scale: float | None,
     like: str | None,
 ) -> None:
-    """Raise ``ValueError`` for a wrong `scale` or `like` of :func:`ensemble`, or for both."""
+    """Raise ``ValueError`` for a wrong `scale` or `like` of :func:`ensemble`, or for both.
+
+    Args:
+        teachers: name of a teacher -> its scores.
+        scale: factor on the mean of the scores; None for the default.
+        like: name of the teacher whose mean and deviation the result gets, or None.
+    """
     if like is not None and scale is not None:
         raise ArgumentError(("like", "scale"), "expected one of them, got both.")
     if like is not None and like not in teachers:

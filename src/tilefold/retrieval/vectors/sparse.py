@@ -406,6 +406,11 @@ def check_buildable(vectors: SparseVectors) -> None:
 def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
     """Check the queries and the number of hits of a search.
 
+    Args:
+        index: the index, with its vocabulary.
+        queries: sparse vectors of the queries.
+        k: number of hits per query.
+
     Raises:
         TypeError: if `queries` are not sparse vectors.
         ValueError: if `k` is not an integer of at least 1.

@@ -152,7 +152,12 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         return {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
 
     def _store(self, vectors: SparseVectors, path: Path) -> None:
-        """Write a shard as a Parquet file with the columns id, indices and weights."""
+        """Write a shard as a Parquet file with the columns id, indices and weights.
+
+        Args:
+            vectors: the rows of the shard.
+            path: the file to write.
+        """
         pa, parquet = arrow("Storing vectors")
         if vectors.indices.size > np.iinfo(np.int32).max:
             raise ArgumentError(

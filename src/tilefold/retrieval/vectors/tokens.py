@@ -365,7 +365,12 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
 
     def _store(self, vectors: TokenVectors, path: Path) -> None:
-        """Write a shard as a safetensors file, with the ids as a tensor of UTF-8 bytes."""
+        """Write a shard as a safetensors file, with the ids as a tensor of UTF-8 bytes.
+
+        Args:
+            vectors: the rows of the shard.
+            path: the file to write.
+        """
         names = json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
         ids = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
         save_tensors(

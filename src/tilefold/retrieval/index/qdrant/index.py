@@ -495,7 +495,12 @@ def _remove(collection: QdrantCollection, folder: str) -> None:
 
 
 def _copy_sparse(source: str, target: str) -> str:
-    """Copy a file as a sparse file, because the engine's files are mostly blocks of zeros."""
+    """Copy a file as a sparse file, because the engine's files are mostly blocks of zeros.
+
+    Args:
+        source: the file.
+        target: the copy, which does not exist.
+    """
     with Path(source).open("rb") as source_file, Path(target).open("wb") as target_file:
         while block := source_file.read(_COPIED_BYTES):
             if block.strip(b"\0"):
