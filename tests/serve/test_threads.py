@@ -127,6 +127,20 @@ def test_a_finished_call_keeps_nothing_in_memory(fails: bool) -> None:
         gc.enable()
 
 
+def test_the_threads_of_a_pool_that_was_deleted_end_after_the_calls_that_wait() -> None:
+    pool = DaemonPool("tested", 1)
+    released = threading.Event()
+    thread = pool.submit(threading.current_thread).result(5)
+    blocked = pool.submit(released.wait, 5)
+    waiting = pool.submit(divmod, 7, 2)
+    del pool
+    released.set()
+    assert blocked.result(5)
+    assert waiting.result(5) == (3, 1)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_closing_refuses_waiting_calls_and_abandons_those_that_run() -> None:
     pool = DaemonPool("tested", 1)
     started = threading.Event()

@@ -62,7 +62,29 @@ def free_device_bytes(device: torch.device | str) -> int:
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes) + cached_device_bytes(device)
+    return int(free_bytes) + cached_device_bytes(device) - _bytes_cached_for_graphs(device)
+
+
+def _bytes_cached_for_graphs(device: torch.device | str) -> int:
+    """Return the number of cached bytes that only CUDA graphs can use.
+
+    The memory that a graph uses while it runs is not allocated, but belongs to the graph.
+
+    Args:
+        device: device such as ``"cuda"`` or ``"cuda:1"``.
+    """
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":  # others do not list their memory
+        return 0
+    with torch.cuda.device(device):
+        index = torch.cuda.current_device()
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == index and segment["segment_pool_id"] != (0, 0)
+    )
 
 
 def cached_device_bytes(device: torch.device | str) -> int:

@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -51,10 +52,69 @@ class Call(Generic[T]):
         del self.result, self._function, self._arguments
 
 
+class _CallQueue:
+    """Calls that wait for the threads of a pool.
+
+    The threads refer to the queue, and not to the pool, so that a pool that nobody closed can be
+    deleted.
+    """
+
+    def __init__(self) -> None:
+        """Create an open queue without calls."""
+        self.changed = threading.Condition()  # a call was added, or the queue was closed
+        self.waiting: deque[Call[Any]] = deque()
+        self.n_idle = 0  # threads that wait for a call
+        self.closed = False
+
+    def close(self) -> None:
+        """Let the threads end, once no calls wait."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def drop_cancelled(self, call: Call[Any], result: Future[Any]) -> None:
+        """Remove a call from those that wait, if it was cancelled.
+
+        Args:
+            call: the call.
+            result: the future of its result.
+        """
+        if not result.cancelled():
+            return
+        with self.changed:
+            if call not in self.waiting:
+                return  # a thread has it, and does not run it
+            self.waiting.remove(call)
+        call.release()
+
+    def run_calls(self) -> None:
+        """Run calls until the queue is closed; runs in a thread."""
+        while self._run_next_call():
+            pass
+
+    def _run_next_call(self) -> bool:
+        """Wait for a call and run it.
+
+        Returns:
+            Whether there was a call; False if the queue is closed.
+        """
+        with self.changed:
+            self.n_idle += 1
+            while not (self.waiting or self.closed):
+                self.changed.wait()
+            self.n_idle -= 1
+            if not self.waiting:
+                return False
+            call = self.waiting.popleft()
+        call.run()
+        return True
+
+
 class DaemonPool:
     """Calls functions in a limited number of daemon threads, which are kept for later calls.
 
-    A ``ThreadPoolExecutor`` would not do: the process waits for its threads before it ends.
+    The threads end when the pool is closed or deleted. A ``ThreadPoolExecutor`` would not do: the
+    process waits for its threads before it ends.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
@@ -67,10 +127,9 @@ class DaemonPool:
         self._name = name
         self._max_threads = max_threads
         self._threads: list[threading.Thread] = []
-        self._n_idle = 0  # threads that wait for a call
-        self._waiting: deque[Call[Any]] = deque()
-        self._changed = threading.Condition()  # a call was added, or the pool was closed
-        self._closed = False
+        self._calls = _CallQueue()
+        finalizer = weakref.finalize(self, self._calls.close)
+        finalizer.atexit = False  # daemon threads do not block the end of the process
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function in a thread.
@@ -85,34 +144,20 @@ class DaemonPool:
         Raises:
             RuntimeError: if the pool is closed, or the system allows no first thread.
         """
+        calls = self._calls
         call = Call(function, arguments)
         result = call.result  # the call has it until it runs
-        with self._changed:
-            if self._closed:
+        with calls.changed:
+            if calls.closed:
                 raise RuntimeError("submit: expected an open pool, got a closed one")
-            lacks_thread = len(self._waiting) >= self._n_idle
+            lacks_thread = len(calls.waiting) >= calls.n_idle
             if lacks_thread and len(self._threads) < self._max_threads:
                 self._start_thread()
-            self._waiting.append(call)
-            self._changed.notify()
+            calls.waiting.append(call)
+            calls.changed.notify()
         # Otherwise cancelled calls would add up while all threads wait for a server.
-        result.add_done_callback(functools.partial(self._drop_cancelled, call))
+        result.add_done_callback(functools.partial(calls.drop_cancelled, call))
         return result
-
-    def _drop_cancelled(self, call: Call[Any], result: Future[Any]) -> None:
-        """Remove a call from those that wait, if it was cancelled.
-
-        Args:
-            call: the call.
-            result: the future of its result.
-        """
-        if not result.cancelled():
-            return
-        with self._changed:
-            if call not in self._waiting:
-                return  # a thread has it, and does not run it
-            self._waiting.remove(call)
-        call.release()
 
     def close(self, error: BaseException, seconds: float) -> bool:
         """Refuse the calls that wait, and end the threads.
@@ -124,11 +169,11 @@ class DaemonPool:
         Returns:
             Whether all threads have ended.
         """
-        with self._changed:
-            self._closed = True
-            refused = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
+        calls = self._calls
+        with calls.changed:
+            refused = list(calls.waiting)
+            calls.waiting.clear()
+            calls.close()
         for call in refused:
             if call.result.set_running_or_notify_cancel():
                 call.result.set_exception(error)
@@ -146,7 +191,7 @@ class DaemonPool:
             RuntimeError: if there are none.
         """
         thread = threading.Thread(
-            target=self._work,
+            target=self._calls.run_calls,
             name=f"{self._name}_{len(self._threads)}",
             daemon=True,
         )
@@ -157,28 +202,6 @@ class DaemonPool:
                 raise
             return
         self._threads.append(thread)
-
-    def _work(self) -> None:
-        """Run calls until the pool is closed."""
-        while self._run_next_call():
-            pass
-
-    def _run_next_call(self) -> bool:
-        """Wait for a call and run it.
-
-        Returns:
-            Whether there was a call; False if the pool is closed.
-        """
-        with self._changed:
-            self._n_idle += 1
-            while not (self._waiting or self._closed):
-                self._changed.wait()
-            self._n_idle -= 1
-            if not self._waiting:
-                return False
-            call = self._waiting.popleft()
-        call.run()
-        return True
 
 
 # The intervals of all contexts that are open, and Python's interval without them.
