@@ -309,14 +309,13 @@ def dq_kernel(
         h = tl.program_id(1)
         k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
-        b64 = b.to(tl.int64)
-        q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
-        k_ptr += b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
-        v_ptr += b64 * sv_b + (h // GROUP).to(tl.int64) * sv_h + tl.cast(k_base, tl.int64) * sv_n
-        dout_ptr += b64 * sd_b + h.to(tl.int64) * sd_h + tl.cast(q_base, tl.int64) * sd_n
-        out2_ptr += b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
+        q_ptr += of_tile.row_offset(b, h, q_base, sq_b, sq_h, sq_n)
+        k_ptr += of_tile.row_offset(b, h // GROUP, k_base, sk_b, sk_h, sk_n)
+        v_ptr += of_tile.row_offset(b, h // GROUP, k_base, sv_b, sv_h, sv_n)
+        dout_ptr += of_tile.row_offset(b, h, q_base, sd_b, sd_h, sd_n)
+        out2_ptr += of_tile.row_offset(b, h, q_base, so_b, so_h, so_n)
         if HAS_MASK:
-            key_padding_mask_ptr += b64 * Nk
+            key_padding_mask_ptr += b.to(tl.int64) * Nk
         e, _ = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
@@ -414,7 +413,7 @@ def dq_kernel(
                     dot_a += lane_sums(term_a * dp)
                     dot_b += lane_sums(term_b * dp)
         if NEED_Q:
-            dq_ptr += b64 * sg_b + h.to(tl.int64) * sg_h + tl.cast(q_base, tl.int64) * sg_n
+            dq_ptr += of_tile.row_offset(b, h, q_base, sg_b, sg_h, sg_n)
             dq = tl.where((y != y)[:, None], float("nan"), dq * scale)
             of_tile.store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
         if NEED_ALPHA:

@@ -298,14 +298,11 @@ def tile_roots(
     if m0 < q_len:
         k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
-        b64 = b.to(tl.int64)
-        qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
-        ks = (
-            k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
-        )
+        qs = q_ptr + of_tile.row_offset(b, h, q_base, sq_b, sq_h, sq_n)
+        ks = k_ptr + of_tile.row_offset(b, h // GROUP, k_base, sk_b, sk_h, sk_n)
         key_mask = key_padding_mask_ptr
         if HAS_MASK:
-            key_mask = key_padding_mask_ptr + b64 * Nk
+            key_mask = key_padding_mask_ptr + b.to(tl.int64) * Nk
         e, passed_e = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len

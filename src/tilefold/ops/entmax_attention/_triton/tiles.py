@@ -127,6 +127,21 @@ def bounds(cu_ptr, b, length, rows, PACKED: tl.constexpr):
 
 
 @triton.jit
+def row_offset(b, h, base, stride_b, stride_h, stride_n):
+    """Return the offset of the first row of a sequence and head in a tensor, in int64.
+
+    Args:
+        b: the sequence.
+        h: the head.
+        base: the first row of the sequence in a packed tensor, 0 if padded.
+        stride_b, stride_h, stride_n: strides over sequences, heads and tokens.
+    """
+    return (
+        b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tl.cast(base, tl.int64) * stride_n
+    )
+
+
+@triton.jit
 def key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Return the range ``[low, high)`` of keys that some of a range of queries may attend to.
 
