@@ -113,25 +113,25 @@ def count_kernel(
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    row0 = tile * BLOCK_R
-    row1 = tl.minimum(row0 + BLOCK_R, N)
-    b = first_sequence(cu_ptr, row0, B, uniform_length, UNIFORM)
+    first_row = tile * BLOCK_R
+    end_row = tl.minimum(first_row + BLOCK_R, N)
+    b = first_sequence(cu_ptr, first_row, B, uniform_length, UNIFORM)
     start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
-    v1 = tl.minimum((split + 1) * split_v, V)
+    end_v = tl.minimum((split + 1) * split_v, V)
     count = tl.zeros((BLOCK,), tl.int32)
-    while (start < row1) & (b < B):
-        for v0 in range(split * split_v, v1, BLOCK):
+    while (start < end_row) & (b < B):
+        for v0 in range(split * split_v, end_v, BLOCK):
             v = v0 + tl.arange(0, BLOCK)
             winner, active = _won_rows(
                 scores_ptr,
                 winner_ptr,
                 b.to(tl.int64) * V + v,
-                v < v1,
+                v < end_v,
                 ALWAYS_ACTIVE,
                 NO_WINNER,
             )
             row = winner + start  # [BLOCK]
-            count += (active & (row >= row0) & (row < row1)).to(tl.int32)
+            count += (active & (row >= first_row) & (row < end_row)).to(tl.int32)
         b += 1
         start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
     tl.store(count_ptr + tile.to(tl.int64) * SPLITS + split, tl.sum(count))
@@ -218,36 +218,36 @@ def list_kernel(
     slot = tile.to(tl.int64) * SPLITS + split
     count = tl.load(count_ptr + slot)
     if count > 0:
-        row0 = tile * BLOCK_R
-        row1 = tl.minimum(row0 + BLOCK_R, N)
-        b = first_sequence(cu_ptr, row0, B, uniform_length, UNIFORM)
+        first_row = tile * BLOCK_R
+        end_row = tl.minimum(first_row + BLOCK_R, N)
+        b = first_sequence(cu_ptr, first_row, B, uniform_length, UNIFORM)
         start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
-        v1 = tl.minimum((split + 1) * split_v, V)
+        end_v = tl.minimum((split + 1) * split_v, V)
         if HAS_PREFIX_SUMS:
             next_index = tl.load(prefix_sum_ptr + slot) - count  # the prefix sum is inclusive
         else:
             next_index = _sum_counts(count_ptr, slot * 0, slot)
-        while (start < row1) & (b < B):
-            for v0 in range(split * split_v, v1, BLOCK):
+        while (start < end_row) & (b < B):
+            for v0 in range(split * split_v, end_v, BLOCK):
                 v = v0 + tl.arange(0, BLOCK)
                 offs = b.to(tl.int64) * V + v
                 winner, active = _won_rows(
                     scores_ptr,
                     winner_ptr,
                     offs,
-                    v < v1,
+                    v < end_v,
                     ALWAYS_ACTIVE,
                     NO_WINNER,
                 )
                 row = winner + start  # [BLOCK]
-                in_tile = active & (row >= row0) & (row < row1)
+                in_tile = active & (row >= first_row) & (row < end_row)
                 score = tl.load(scores_ptr + offs, mask=in_tile, other=0.0).to(tl.float32)
                 offs_d = b.to(tl.int64) * stride_db + v.to(tl.int64) * stride_dv
                 grad = tl.load(dscores_ptr + offs_d, mask=in_tile, other=0.0).to(tl.float32)
                 grad *= slope_from_score(score, ACTIVATION)
                 n_listed = tl.cumsum(in_tile.to(tl.int32))
                 entry = next_index + n_listed - 1
-                tl.store(code_ptr + entry, (v << ROW_BITS) | (row - row0), mask=in_tile)
+                tl.store(code_ptr + entry, (v << ROW_BITS) | (row - first_row), mask=in_tile)
                 tl.store(grad_ptr + entry, grad.to(grad_ptr.dtype.element_ty), mask=in_tile)
                 next_index += tl.max(n_listed)
             b += 1
@@ -428,8 +428,8 @@ def dweight_kernel(
         dbias = tl.zeros((BLOCK_V,), tl.float32)
         power = tl.full((BLOCK_V,), MIN_POWER, tl.float32)
         n_entries = 0
-        for b0 in range(0, B, BLOCK_B):
-            b = b0 + tl.arange(0, BLOCK_B)
+        for first_b in range(0, B, BLOCK_B):
+            b = first_b + tl.arange(0, BLOCK_B)
             offs = b.to(tl.int64)[:, None] * V + v[None, :]
             inside = (b < B)[:, None] & (v < V)[None, :]
             # Step 1: the gradients of the logits.
@@ -473,20 +473,20 @@ def dweight_kernel(
                     tl.store(grad_ptr + entry_offs, grad.to(grad_ptr.dtype.element_ty), mask=active)
                     tl.debug_barrier()  # the list is written
                     # Step 3: multiply the listed entries by their rows of hidden.
-                    for e0 in range(0, count, BLOCK_E):
-                        entry = e0 + tl.arange(0, BLOCK_E)
+                    for first_entry in range(0, count, BLOCK_E):
+                        entry = first_entry + tl.arange(0, BLOCK_E)
                         entry_mask = entry < count
                         listed_code = tl.load(
                             code64_ptr + list_offset + entry,
                             mask=entry_mask,
                             other=0,
                         )
-                        g = tl.load(
+                        listed_grad = tl.load(
                             grad_ptr + list_offset + entry,
                             mask=entry_mask,
                             other=0.0,
                         )
-                        h = tl.load(
+                        listed_rows = tl.load(
                             rows_ptr + (listed_code // BLOCK_V)[:, None] * D + d[None, :],
                             mask=entry_mask[:, None] & mask_d[None, :],
                             other=0.0,
@@ -494,8 +494,10 @@ def dweight_kernel(
                         column = (listed_code % BLOCK_V).to(tl.int32)
                         is_column = v_in_tile[:, None] == column[None, :]
                         # [BLOCK_V, BLOCK_E]
-                        onehot = tl.where(is_column, g[None, :], 0.0).to(h.dtype)
-                        acc = tl.dot(onehot, h, acc, input_precision=PRECISION)
+                        onehot = tl.where(is_column, listed_grad[None, :], 0.0).to(
+                            listed_rows.dtype
+                        )
+                        acc = tl.dot(onehot, listed_rows, acc, input_precision=PRECISION)
                     n_entries += count
         if NEED_WEIGHT:
             mask = (v < V)[:, None] & mask_d[None, :]

@@ -141,40 +141,40 @@ def max_forward_kernel(
     v0 = (item // n_splits) * BLOCK_V
     split_row = split * split_tiles * BLOCK_T
     last_row = tl.minimum(split_row + split_tiles * BLOCK_T, n_tiles * BLOCK_T)
-    r0 = split_row
+    tile_row = split_row
     seq = first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
     winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, split_row)
     acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
-    k = 0
+    k_step = 0
     for _ in tl.range(0, total_tiles * K_STEPS):
         if USE_TMA:
-            w = weight_src.load([v0, k * BLOCK_K])  # [BLOCK_V, BLOCK_K]
-            h = rows_src.load([r0, k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
+            weight_tile = weight_src.load([v0, k_step * BLOCK_K])  # [BLOCK_V, BLOCK_K]
+            row_tile = rows_src.load([tile_row, k_step * BLOCK_K])  # [BLOCK_T, BLOCK_K]
         else:
-            offs_k = k * BLOCK_K + tl.arange(0, BLOCK_K)
+            offs_k = k_step * BLOCK_K + tl.arange(0, BLOCK_K)
             row_v = v0 + tl.arange(0, BLOCK_V)
-            row_t = r0 + tl.arange(0, BLOCK_T)
-            w = tl.load(
+            row_t = tile_row + tl.arange(0, BLOCK_T)
+            weight_tile = tl.load(
                 weight_src + row_v.to(tl.int64)[:, None] * D + offs_k[None, :],
                 mask=(row_v < V)[:, None] & (offs_k < D)[None, :],
                 other=0.0,
             )  # [BLOCK_V, BLOCK_K]
-            h = tl.load(
+            row_tile = tl.load(
                 rows_src + row_t.to(tl.int64)[:, None] * D + offs_k[None, :],
                 mask=(row_t < n_rows)[:, None] & (offs_k < D)[None, :],
                 other=0.0,
             )  # [BLOCK_T, BLOCK_K]
-        acc = tl.dot(w, h.T, acc, input_precision=PRECISION)
-        k += 1
-        if k == K_STEPS:  # the products of this token tile are complete
+        acc = tl.dot(weight_tile, row_tile.T, acc, input_precision=PRECISION)
+        k_step += 1
+        if k_step == K_STEPS:  # the products of this token tile are complete
             if HAS_SCALE:
                 acc *= logit_scale
             if QUANTIZED:
                 # the buffer of the scales holds whole tiles
-                acc *= tl.load(row_scale_ptr + r0 + tl.arange(0, BLOCK_T))[None, :]
+                acc *= tl.load(row_scale_ptr + tile_row + tl.arange(0, BLOCK_T))[None, :]
             offs_v = v0 + tl.arange(0, BLOCK_V)
             mask_v = offs_v < V
             scale, bias = column_terms(
@@ -185,12 +185,12 @@ def max_forward_kernel(
                 HAS_BIAS,
                 QUANTIZED,
             )
-            r1 = tl.minimum(r0 + BLOCK_T, n_rows)
+            tile_end = tl.minimum(tile_row + BLOCK_T, n_rows)
             # Case 1: all tokens of the tile belong to one sequence.
-            if (start <= r0) & (end >= r0 + BLOCK_T):
+            if (start <= tile_row) & (end >= tile_row + BLOCK_T):
                 tile_best, tile_winner = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
-                best, winner = merge(best, winner, tile_best, r0 + tile_winner, WITH_WINNERS)
-                if end == r1:
+                best, winner = merge(best, winner, tile_best, tile_row + tile_winner, WITH_WINNERS)
+                if end == tile_end:
                     if start < split_row:
                         store_partial(
                             best,
@@ -243,7 +243,7 @@ def max_forward_kernel(
                 group_winner += groups[None, :]
                 has_next = True
                 while has_next:  # the sequences of the tile, one after another
-                    inside = ((groups >= start - r0) & (groups < end - r0))[None, :]
+                    inside = ((groups >= start - tile_row) & (groups < end - tile_row))[None, :]
                     seq_best = tl.reduce(tl.where(inside, group_best, float("-inf")), 1, nan_max)
                     seq_winner = tl.zeros((BLOCK_V,), tl.int32)
                     if WITH_WINNERS:
@@ -255,8 +255,12 @@ def max_forward_kernel(
                             ),
                             axis=1,
                         )
-                    best, winner = merge(best, winner, seq_best, r0 + seq_winner, WITH_WINNERS)
-                    has_next = end <= r1  # the sequence ends here: store it, and take the next one
+                    best, winner = merge(
+                        best, winner, seq_best, tile_row + seq_winner, WITH_WINNERS
+                    )
+                    has_next = (
+                        end <= tile_end
+                    )  # the sequence ends here: store it, and take the next one
                     if has_next:
                         if start < split_row:
                             store_partial(
@@ -297,9 +301,9 @@ def max_forward_kernel(
                         winner = tl.zeros((BLOCK_V,), tl.int32) + start
                         has_next = seq < B
             acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
-            k = 0
-            r0 += BLOCK_T
-            if r0 == last_row:  # the item is done: begin the next one
+            k_step = 0
+            tile_row += BLOCK_T
+            if tile_row == last_row:  # the item is done: begin the next one
                 if (start < last_row) & (seq < B):  # the sequence continues in the next split
                     slot = 2 * split + tl.where(start < split_row, 0, 1)
                     store_partial(
@@ -318,7 +322,7 @@ def max_forward_kernel(
                 v0 = (item // n_splits) * BLOCK_V
                 split_row = split * split_tiles * BLOCK_T
                 last_row = tl.minimum(split_row + split_tiles * BLOCK_T, n_tiles * BLOCK_T)
-                r0 = split_row
+                tile_row = split_row
                 seq = first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
                 start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
                 end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)

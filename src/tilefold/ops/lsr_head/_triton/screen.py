@@ -551,8 +551,8 @@ def refine_kernel(
     """
     if runs_screened(state_ptr, sample_limit, limit):
         first_tile = 0
-        for b0 in range(0, B, BLOCK_B):
-            b = b0 + tl.arange(0, BLOCK_B)
+        for first_b in range(0, B, BLOCK_B):
+            b = first_b + tl.arange(0, BLOCK_B)
             counts = tl.load(state_ptr + STATE + N_LISTED * B + b, mask=b < B, other=0)
             # Number of the tile after the last one of each sequence, ``[BLOCK_B]``.
             ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)
@@ -562,7 +562,7 @@ def refine_kernel(
                 tl.program_id(0) - first_tile % tl.num_programs(0) + tl.num_programs(0)
             ) % tl.num_programs(0)
             while tile < n_tiles:
-                seq = b0 + tl.sum((ends <= tile).to(tl.int32))
+                seq = first_b + tl.sum((ends <= tile).to(tl.int32))
                 tile_in_sequence = tile - tl.max(tl.where(ends <= tile, ends, 0))
                 count = tl.load(state_ptr + STATE + N_LISTED * B + seq)
                 list_index = tile_in_sequence * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -574,19 +574,21 @@ def refine_kernel(
                 winner = tl.zeros((BLOCK_V,), tl.int32) + start
                 column = tl.arange(0, BLOCK_T)
                 weights = weight_ptr + offs_v.to(tl.int64)[:, None] * D
-                for r0 in range(start, end, BLOCK_T):
-                    row = r0 + column
+                for tile_row in range(start, end, BLOCK_T):
+                    row = tile_row + column
                     rows = rows_ptr + row.to(tl.int64)[None, :] * D
                     acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
                     for k in range(0, D, BLOCK_K):
                         d = k + tl.arange(0, BLOCK_K)
-                        w = tl.load(weights + d[None, :], mask=(d < D)[None, :], other=0.0)
-                        h = tl.load(
+                        weight_tile = tl.load(
+                            weights + d[None, :], mask=(d < D)[None, :], other=0.0
+                        )
+                        row_tile = tl.load(
                             rows + d[:, None],
                             mask=(d < D)[:, None] & (row < end)[None, :],
                             other=0.0,
                         )
-                        acc = tl.dot(w, h, acc)
+                        acc = tl.dot(weight_tile, row_tile, acc)
                     if HAS_SCALE:
                         acc = acc * logit_scale
                     acc = tl.where((row < end)[None, :], acc, float("-inf"))
@@ -595,7 +597,9 @@ def refine_kernel(
                         tl.where(acc == tile_best[:, None], column[None, :], BLOCK_T),
                         axis=1,
                     )
-                    best, winner = merge(best, winner, tile_best, r0 + tile_winner, WITH_WINNERS)
+                    best, winner = merge(
+                        best, winner, tile_best, tile_row + tile_winner, WITH_WINNERS
+                    )
                 scale, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
                 store_scores(
                     best,

@@ -299,16 +299,18 @@ def dqueries_kernel(
             has_winner = mask_if(inside & (winner != NO_WINNER), offsets_valid)
             has_winner = has_winner & (start + winner < end)
             if PAIRING == ALL:
-                offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
-                grad = tl.load(dscores_ptr + offs, mask=has_winner, other=0.0).to(tl.float32)
+                grad_offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
+                grad = tl.load(dscores_ptr + grad_offs, mask=has_winner, other=0.0).to(tl.float32)
             else:
                 grad = tl.load(dscores_ptr + tl.cast(pair, tl.int64) * stride_d).to(tl.float32)
                 grad = tl.where(has_winner, grad, 0.0)
-            doc_row = start + winner
-            x = load_rows(documents_ptr, doc_row, has_winner, k, D).to(tl.float32)
+            winner_row = start + winner
+            document_row = load_rows(documents_ptr, winner_row, has_winner, k, D).to(tl.float32)
             if HAS_SCALE:
-                x *= tl.load(document_factors_ptr + doc_row, mask=has_winner, other=0.0)[:, None]
-            acc += grad[:, None] * x
+                document_row *= tl.load(
+                    document_factors_ptr + winner_row, mask=has_winner, other=0.0
+                )[:, None]
+            acc += grad[:, None] * document_row
         store_rows(dquery_ptr, row, inside, k, acc * factor, D)
 
 
@@ -394,13 +396,13 @@ def dqueries_row_kernel(
         if HAS_SCALE:
             x *= tl.load(document_factors_ptr + doc_row, mask=has_winner, other=0.0)[:, None]
         acc += grad * x
-    total = tl.sum(acc, axis=0) * factor
+    dquery = tl.sum(acc, axis=0) * factor
     offs = tl.cast(row, tl.int64) * D + k
     if PROJECTS:
         x = tl.load(queries_ptr + offs, mask=k < D, other=0.0).to(tl.float32)
         scale = tl.load(query_factors_ptr + row + tl.arange(0, 1))
-        total = tl.sum(projected(x[None, :], scale, total[None, :]), axis=0)  # of one row
-    tl.store(dquery_ptr + offs, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
+        dquery = tl.sum(projected(x[None, :], scale, dquery[None, :]), axis=0)  # of one row
+    tl.store(dquery_ptr + offs, dquery.to(dquery_ptr.dtype.element_ty), mask=k < D)
 
 
 @triton.jit(do_not_specialize=SIZES)
