@@ -228,7 +228,10 @@ def _small_transformer(tokenizer: Any, *, echo: bool) -> Any:
 
 @torch.no_grad()
 def _choose_level(network: Any, n_tokens: int, device: torch.device) -> None:
-    """Set the first column of the head so that random texts have about 230 active terms.
+    """Set the bias of the head so that random texts have about 230 active terms.
+
+    The head has no bias of its own. The first entry of the hidden states is a constant, so that the
+    first column of the head is its bias.
 
     Args:
         network: the decoder, changed in place.
@@ -238,8 +241,8 @@ def _choose_level(network: Any, n_tokens: int, device: torch.device) -> None:
     ids = torch.randint(n_tokens, (8, MEDIAN_TOKENS), device=device)
     hidden = network.model(input_ids=ids).last_hidden_state
     scores = network.lm_head(hidden).amax(1).float()  # [8, V]
-    level = scores.flatten().topk(len(scores) * ACTIVE_TERMS).values[-1]
-    network.lm_head.weight[:, 0] = -level / hidden[..., 0].float().mean()
+    threshold = scores.flatten().topk(len(scores) * ACTIVE_TERMS).values[-1]
+    network.lm_head.weight[:, 0] = -threshold / hidden[..., 0].float().mean()
 
 
 def make_abstracts(tokenizer: Any, count: int) -> list[str]:

@@ -53,6 +53,12 @@ class Truth:
     """
 
     def __init__(self, model: Any, texts: Mapping[str, str]) -> None:
+        """Encode the first texts with the stock model, in fp32 if it is in 16 bits.
+
+        Args:
+            model: the stock model.
+            texts: texts by id.
+        """
         self.ids = list(texts)
         checked_texts = [texts[name] for name in self.ids[:CHECKED]]
         stock_rows = _dense_rows(model, checked_texts)
@@ -137,6 +143,12 @@ class PreparedBatches:
     """
 
     def __init__(self, model: Any, texts: Sequence[str]) -> None:
+        """Tokenise texts, and copy all batches to the device.
+
+        Args:
+            model: an accelerated model.
+            texts: the texts.
+        """
         from tilefold.integrations.sentence_transformers.streaming.stream import (
             SparseStream,
             TokenBatch,

@@ -123,7 +123,7 @@ def _bars(
         label_column: the column with the keys of ``labels``.
         rate_column: the column with a rate per second.
         busy_column: the column with the share of the time in which the GPU was busy.
-        count: a bar is the time of as many.
+        count: the number of documents or pairs whose time a bar shows.
     """
     bars = []
     for case in dict.fromkeys(row["case"] for row in rows):

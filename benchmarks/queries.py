@@ -183,6 +183,17 @@ class SingleQueries:
         truth: Truth,
         device: torch.device,
     ) -> None:
+        """Prepare the measurement of single queries; nothing is timed yet.
+
+        Args:
+            case: the case.
+            name: the name of the kind of query, for the rows.
+            model: the stock model, which is accelerated later.
+            queries: at least as many queries as calls.
+            gate_texts: the texts of the check.
+            truth: the vectors of these texts.
+            device: the device.
+        """
         self.case = case
         self.name = name
         self.model = model
@@ -193,11 +204,13 @@ class SingleQueries:
         self.device = device
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of the stock model, of tilefold without and with graphs, and the floor."""
-        # the stock model is the truth
+        """Yield the rows of the stock model, of tilefold without and with graphs, and the floor.
+
+        The stock model is not checked, because the check compares with it.
+        """
         yield from self._time(STOCK, "ok", SLOW_FACTOR)
         accelerate(self.model)
-        # graphs count as failed, so that none is captured
+        # An earlier failure is simulated, so that no graph is captured.
         self.model.encoding_graphs.failed = True
         yield from self._time(EAGER, self._check(), SLOW_FACTOR)
         self.model.encoding_graphs.failed = False

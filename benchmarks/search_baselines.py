@@ -37,7 +37,14 @@ def scipy_product(folder: Path) -> Search:
 
 
 def numba_postings(folder: Path) -> Search:
-    """Return a search by compiled loops over the postings of the query's terms."""
+    """Return a search by compiled loops over the postings of the query's terms.
+
+    Args:
+        folder: the folder with the postings.
+
+    Returns:
+        A function of a query's terms and weights, and of the number of documents to return.
+    """
     numba: Any = importlib.import_module("numba")
     offsets, documents, weights = _load_postings(folder)
     scores = np.zeros(int(documents.max()) + 1, np.float32)

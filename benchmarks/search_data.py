@@ -396,6 +396,9 @@ def _draw_device_documents(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the rows of some documents on a device, as :func:`_draw_documents` does with NumPy.
 
+    A document has terms of its topic and common terms. Of each, rank and weight are drawn, and a
+    random share of the terms is left out. Of a term that was drawn twice, the larger weight counts.
+
     Args:
         count: the number of documents.
         terms_by_rank: ``[V]`` int32, terms from the most common to the rarest.
@@ -426,7 +429,7 @@ def _draw_device_documents(
     weights[:, DRAWN_TOPIC_TERMS:] *= COMMON_WEIGHT
     share_draws = torch.rand(count, 1, generator=generator, device=device)
     retained_shares = MIN_RETAINED_SHARE + (1 - MIN_RETAINED_SHARE) * share_draws
-    # a term and its weight as one integer; see _sorted_rows
+    # A term and its weight are one integer, so that sorting brings equal terms together.
     keys = terms << _WEIGHT_BITS | (weights / _WEIGHT_STEP).clamp(1, _MAX_WEIGHT).int()
     left_out = torch.iinfo(torch.int32).max
     draws = torch.rand(terms.shape, generator=generator, device=device)

@@ -316,6 +316,7 @@ class StepWatch:
     bf16: bool = False
 
     def __post_init__(self) -> None:
+        """Count the steps of each part of the training, and watch the precision of the pooling."""
         self._dropouts = [
             (module, module.p)
             for module in self.model.modules()

@@ -457,6 +457,12 @@ class Clock:
     """
 
     def __init__(self, setting: Setting, on_gpu: bool) -> None:
+        """Prepare to time a training.
+
+        Args:
+            setting: how many steps are timed and profiled.
+            on_gpu: whether the training runs on a GPU.
+        """
         self.setting = setting
         self.on_gpu = on_gpu
         self.kernels: list[str] = []

@@ -369,14 +369,15 @@ def _sample(cell: _Cell, batch: int, samples: list[float], max_steps: int) -> No
 
 
 def _time_common(cell: _Cell, rows: Sequence[TrainRow], batch: int) -> None:
-    """Time both sides at one batch, and fill in the rows.
+    """Time steps of both sides with the same batch, and fill in the rows.
 
-    The sides take turns, so that a drifting clock affects both alike.
+    The sides take turns, so that a change of the clock rate affects both. A side has no times if
+    the batch does not fit in its memory.
 
     Args:
         cell: the cell.
         rows: the rows of the sides, in the order of :data:`SIDES`.
-        batch: the pairs of a step. 0 if no batch fits.
+        batch: the pairs of a step; 0 if no batch fits.
     """
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn in range(_ROUNDS):

@@ -178,6 +178,16 @@ class Meter:
     """
 
     def __init__(self, device: torch.device, limit_gib: float | None = None) -> None:
+        """Limit the memory of a device.
+
+        Args:
+            device: the device.
+            limit_gib: the limit in GiB; by default nearly all memory of a GPU, or
+                ``CPU_LIMIT_GIB``.
+
+        Raises:
+            ValueError: if the device has less memory than the limit.
+        """
         self.device = device
         free = free_memory_bytes(device)
         if device.type == "cuda":

@@ -150,6 +150,12 @@ class SharedEmbedding:
     """
 
     def __init__(self, embedding: nn.Embedding, vocabulary: SharedVocabulary) -> None:
+        """Prepare to replace the forward of an embedding.
+
+        Args:
+            embedding: the embedding, whose weight is divided among ranks.
+            vocabulary: the ranks.
+        """
         self._embedding = embedding
         self._vocabulary = vocabulary
         # Runs what the class of the module does after the lookup, such as Gemma's factor. Its

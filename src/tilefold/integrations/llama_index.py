@@ -61,6 +61,15 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
         texts: list[str],
         side: Side,
     ) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the vectors of texts as LlamaIndex expects them.
+
+        Args:
+            texts: the texts.
+            side: whether they are queries or documents.
+
+        Returns:
+            The indices of the terms of each text, and their weights.
+        """
         vectors = self._source.encode(texts, side)
         return [indices for indices, _ in vectors], [weights for _, weights in vectors]
 

@@ -86,7 +86,7 @@ class TrainerAcceleration:
         graphs: bool | None = None,
         compiled: bool | None = None,
     ) -> None:
-        """Describe the acceleration of a trainer; nothing is changed yet.
+        """Store the wishes of the caller; nothing is changed yet.
 
         Args:
             trainer: the trainer.

@@ -516,6 +516,12 @@ class SparsityRecord:
     """
 
     def __init__(self, model: nn.Module, blocks: bool) -> None:
+        """Prepare to count; nothing is counted before :func:`record_sparsity` activates the record.
+
+        Args:
+            model: a model with entmax attention.
+            blocks: whether blocks with positive weights are counted.
+        """
         modules = checked_attention_modules(model)
         self._names = {module: name for name, module in model.named_modules() if module in modules}
         self._blocks = blocks

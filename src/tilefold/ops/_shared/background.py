@@ -48,6 +48,11 @@ class BackgroundTasks:
     """
 
     def __init__(self, max_threads: int) -> None:
+        """Prepare to run functions; no thread is started yet.
+
+        Args:
+            max_threads: the largest number of threads.
+        """
         self._max_threads = max_threads
         self._forget_all()
         # A forked process has no threads, which would finish what the futures wait for.

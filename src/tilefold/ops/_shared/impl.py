@@ -48,6 +48,7 @@ def switched_off() -> bool:
 
 @functools.cache
 def _warn_switched_off() -> None:
+    """Warn that the environment variable has switched tilefold off."""
     warnings.warn(
         f"{SWITCH} is set: accelerate() leaves models and libraries stock, and impl='auto' runs "
         "plain torch. Unset it to use tilefold again.",

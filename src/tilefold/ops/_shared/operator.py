@@ -142,6 +142,7 @@ class Operator(Generic[TensorsT, OptionsT]):
     choose: Callable[[TensorsT, str], tuple[str, str]] | None = None
 
     def __post_init__(self) -> None:
+        """Derive names from the records, and register the operator with torch."""
         self._tensor_names: tuple[str, ...] = cast(Any, self.tensors)._fields
         self._differentiable = [self._tensor_names.index(name) for name in self.gradients]
         self._output_grad_name = f"d{self.results[0]}"

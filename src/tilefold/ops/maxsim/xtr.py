@@ -350,14 +350,16 @@ def _write_maxima(
     maxima: Tensor,
     winners: Tensor,
 ) -> None:
-    """Write the maxima of all documents of a slab, by groups of similar length.
+    """Write the maxima over the tokens of each document of a slab.
+
+    Documents of similar length are reduced together.
 
     Args:
         documents: the unmasked tokens of all documents.
         slab: consecutive documents.
         similarities: ``[C, tokens]`` similarities of ``C`` query tokens to the slab.
         max_tokens: largest number of tokens of a group.
-        maxima: ``[C, Nd]`` maxima. The columns of the documents are written.
+        maxima: ``[C, Nd]`` maxima. The columns of the slab's documents are written.
         winners: ``[C, Nd]`` positions of the best tokens. The same columns are written.
     """
     n_query_tokens, n_tokens = similarities.shape
@@ -365,11 +367,13 @@ def _write_maxima(
         token_numbers = group.token_numbers  # [n, L]
         group_similarities = similarities
         is_whole_slab = group.span is not None and token_numbers.numel() == n_tokens
-        if not is_whole_slab:  # otherwise nothing needs to be copied
+        if not is_whole_slab:
             columns = (token_numbers - slab.start).view(-1)
             group_similarities = similarities.index_select(1, columns)
-        by_document = group_similarities.view(n_query_tokens, *token_numbers.shape)
-        group_maxima, positions = by_document.max(dim=2)  # [C, n], positions in the group's L
+        document_similarities = group_similarities.view(n_query_tokens, *token_numbers.shape)
+        group_maxima, positions = document_similarities.max(
+            dim=2
+        )  # [C, n], positions in the group's L
         winner_rows = documents.rows_of(token_numbers).gather(1, positions.T)  # [n, C]
         group_winners = winner_rows - documents.starts[group.documents][:, None]
         maxima[:, group.documents] = group_maxima

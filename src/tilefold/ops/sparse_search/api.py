@@ -30,6 +30,13 @@ def _tiled_forward(
     options: SearchOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Search with the reference, which replaces the tiled path.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: not used.
+    """
     return _reference.topk(tensors, options)
 
 
@@ -52,6 +59,13 @@ def _tiled_forward_of_dense(
     options: SearchOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Search with the reference, which replaces the tiled path, for dense queries.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: not used.
+    """
     return _reference.topk_of_dense(tensors, options)
 
 

@@ -95,6 +95,13 @@ class JoinedColumns:
     """
 
     def __init__(self, features: Features, input_ids: list[Tensor], offsets: Tensor) -> None:
+        """Store the features of a batch, whose columns were tokenised together.
+
+        Args:
+            features: the packed features of all columns.
+            input_ids: the token ids of each column, as views of those in ``features``.
+            offsets: the offsets of all texts, int32 ``[N + 1]`` on the CPU.
+        """
         self.features = features
         self.input_ids = input_ids
         self.offsets = offsets

@@ -62,6 +62,11 @@ _input_form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="ei
 
 @contextmanager
 def _inputs(form: str) -> Iterator[None]:
+    """Let texts be tokenised to features of a form, while the context is open.
+
+    Args:
+        form: the form.
+    """
     token = _input_form.set(form)
     try:
         yield
@@ -156,6 +161,7 @@ class PackedInputs(Replacement):
         self._reset()
 
     def _reset(self) -> None:
+        """Forget all plans, and what belongs to another process."""
         self._plans: dict[tuple[object, ...], _Plan | None] = {}
         # A copy of the Rust tokenizer, because calls of the original change its padding and
         # truncation.

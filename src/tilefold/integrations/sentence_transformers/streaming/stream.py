@@ -815,6 +815,15 @@ class SparseStream(TextStream):
         )
 
     def _fetch(self, pending: PendingSparseRows | PendingCapacityRows) -> SparseRows:
+        """Return the rows of a batch, or raise the capacity of later batches if a row exceeds it.
+
+        Args:
+            pending: the rows, which may still be copied.
+
+        Raises:
+            RowCapacityError: if a row has more entries than fit. The caller encodes the batch
+                again.
+        """
         try:
             return pending.get()
         except RowCapacityError as error:
