@@ -258,10 +258,8 @@ def max_forward_kernel(
                     best, winner = merge(
                         best, winner, seq_best, tile_row + seq_winner, WITH_WINNERS
                     )
-                    has_next = (
-                        end <= tile_end
-                    )  # the sequence ends here: store it, and take the next one
-                    if has_next:
+                    has_next = end <= tile_end
+                    if has_next:  # the sequence ends here: store it, and take the next one
                         if start < split_row:
                             store_partial(
                                 best,
