@@ -106,6 +106,11 @@ def test_an_index_moves_to_another_model_and_back(
         ("index", "--vectors", vectors, "--output", tmp_path / "fresh"),
     )
     assert files_of(live) == files_of(tmp_path / "fresh")
+    fails(
+        call("migrate", "--index", live, "--model", masked_lm, "--data", shared / "data"),
+        2,
+        f"--model: the migration of {live} was started with {new_model}, got {masked_lm}.",
+    )
     again = done(call("migrate", "--index", live, "--cut-over"))
     assert f"{live} is the new index (sparse, {new_model}), with 16 documents" in again.out
 

@@ -148,6 +148,16 @@ def model_without_dropout(masked_lm: str, tmp_path: Path) -> str:
     return str(folder)
 
 
+def test_files_of_a_trained_model_have_the_permissions_of_new_files(
+    trained: Any,
+    tmp_path: Path,
+) -> None:
+    new_file = tmp_path / "new"
+    new_file.touch()
+    modes = {file.name: file.stat().st_mode for file in trained("splade").iterdir() if file.is_file()}
+    assert modes == dict.fromkeys(modes, new_file.stat().st_mode)
+
+
 @pytest.mark.parametrize("kind", ["splade", "colbert"])
 def test_a_run_leaves_a_log_and_a_plot(trained: Any, kind: str) -> None:
     folder = trained(kind)

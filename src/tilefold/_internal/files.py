@@ -216,17 +216,32 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
-        # A library that writes the file may change its permissions, which are restored below.
         temporary.touch()
-        mode = temporary.stat().st_mode
         with naming_full_disk(path):
             yield temporary
+            give_default_permissions(temporary)
             if durable:
                 sync(temporary)
-        temporary.chmod(mode)
         temporary.replace(path)
         if durable:
             sync(path.parent)
+
+
+def give_default_permissions(*files: Path) -> None:
+    """Give files the permissions of new files of this process.
+
+    A library may have written them for the owner only, as safetensors 0.8 does. A server that runs
+    as another user could not read them.
+
+    Args:
+        *files: existing files.
+    """
+    for file in files:
+        # The process has no other way to learn its umask without changing that of all threads.
+        with tempfile.TemporaryDirectory(prefix=".", suffix=SCRATCH, dir=file.parent) as folder:
+            new_file = Path(folder) / file.name
+            new_file.touch()
+            file.chmod(new_file.stat().st_mode)
 
 
 @contextmanager

@@ -345,9 +345,6 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     if record is not None:
         migration = Migration(request.index, record)
         request = request.resumed(record)
-        if migration.is_cut_over:
-            _print_state(request, migration)
-            return
     if request.model is None or request.data is None:
         missing = "--model" if request.model is None else "--data"
         raise UsageError(
@@ -360,6 +357,9 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         _ = encoder.fingerprint  # raises an error before anything is written
     elif _recorded_name(request.model) != record.model:
         _check_recorded_model(request, encoder, record)
+    if migration is not None and migration.is_cut_over:
+        _print_state(request, migration)
+        return
     if migration is None:
         migration = _build(request, request.data, encoder)
     elif not migration.is_built:

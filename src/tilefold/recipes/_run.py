@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tilefold._internal.figures import new_figure, save_figure
 from tilefold._internal.files import (
     LOCK,
+    give_default_permissions,
     lock_folder,
     read_json,
     swap_directory,
@@ -235,6 +236,7 @@ class TrainingRun:
         if model_dir.exists():
             shutil.rmtree(model_dir)
         model.save_pretrained(str(model_dir))
+        give_default_permissions(*model_dir.rglob("*.safetensors"))
         extend_card(model_dir / "README.md", card)
         if self.history:
             lines = [json.dumps(row) + "\n" for row in self.history]

@@ -212,6 +212,14 @@ def test_vectors_of_queries_are_not_indexed(model: Any, tmp_path: Path) -> None:
         r.DenseIndex.build(r.open_dense(tmp_path / "out"))
 
 
+def test_files_of_an_index_have_the_permissions_of_new_files(tmp_path: Path) -> None:
+    build_dense_index(torch.eye(4)).save(tmp_path / "index")
+    new_file = tmp_path / "new"
+    new_file.touch()
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "index").iterdir()}
+    assert modes == dict.fromkeys(modes, new_file.stat().st_mode)
+
+
 def test_scores_are_fp32_within_autocast() -> None:
     generator = torch.Generator().manual_seed(0)
     index = build_dense_index(torch.randn(5, 16, generator=generator))

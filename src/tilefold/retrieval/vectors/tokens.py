@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilefold._internal.arguments import check_choice, check_instance, list_of, list_of_ids, path_of
+from tilefold._internal.files import give_default_permissions
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import check_offsets
@@ -556,6 +557,7 @@ def save_tensors(path: Path, **tensors: Tensor | None) -> None:
         name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None
     }
     safetensors_package().torch.save_file(contiguous, str(path), metadata={"format": "pt"})
+    give_default_permissions(path)
 
 
 def read_tensors(path: Path, *names: str, optional: Sequence[str] = ()) -> dict[str, Tensor]:
