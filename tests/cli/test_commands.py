@@ -534,6 +534,12 @@ def test_a_plan_says_what_fits_and_what_encoding_takes(call: Call, tmp_path: Pat
     )
 
 
+def test_distilbert_has_a_plan(call: Call, tmp_path: Path) -> None:
+    transformers.DistilBertConfig().save_pretrained(str(tmp_path))
+    plan = measured(call("info", "plan", "--model", str(tmp_path), "--json"))
+    assert plan["shape"] == {"hidden": 768, "layers": 6, "intermediate": 3072, "vocab": 30522}
+
+
 END_OF_A_COMMAND = """
 import atexit, gc, sys
 from tilefold import cli

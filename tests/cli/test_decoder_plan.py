@@ -233,6 +233,15 @@ def test_a_plan_of_a_decoder_compares_lora_and_all_weights(call: Call, tmp_path:
     assert "no other decoder or GPU" in " ".join(printed.split())
 
 
+def test_a_decoder_that_was_saved_without_its_head_is_planned_as_a_decoder(
+    call: Call,
+    tmp_path: Path,
+) -> None:
+    config_of("llama", architectures=["LlamaModel"]).save_pretrained(str(tmp_path))
+    plan = measured(call("info", "plan", "--model", str(tmp_path), "--json"))
+    assert {step["lora_rank"] for step in plan["trainings"]} == {None, 64}
+
+
 def test_a_plan_of_a_mixture_of_experts_is_refused(call: Call, tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
         hidden_size=32,

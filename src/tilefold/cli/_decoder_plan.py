@@ -122,9 +122,17 @@ class DecoderShape:
 
 
 def is_decoder(config: Any) -> bool:
-    """Whether a configuration is that of a causal language model."""
+    """Whether a configuration is that of a causal language model, with or without its LM head.
+
+    Embedding models on decoders are often saved without the head, as ``Qwen3Model``.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
     architectures = getattr(config, "architectures", None) or []
-    return any(name.endswith("ForCausalLM") for name in architectures)
+    if any(name.endswith("ForCausalLM") for name in architectures):
+        return True
+    kind = type(config)
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def decoder_shape(config: Any) -> DecoderShape:

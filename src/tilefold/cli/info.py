@@ -476,15 +476,20 @@ def _config_of(model: str) -> Any:
         _models.checked_model_name(model, "--model"),
         trust_remote_code=False,
     )
-    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    names = ("hidden_size", "num_hidden_layers", _intermediate_name(config), "vocab_size")
     for name in names:
         value = getattr(config, name, None)
         if not isinstance(value, int):
             raise UsageError(
                 f"--model: expected a configuration with {', '.join(names)}, got "
-                f"{name}={value!r:.80}.",
+                f"{name}={value!r:.80}. Pass an encoder like BERT, or a decoder like Llama.",
             )
     return config
+
+
+def _intermediate_name(config: Any) -> str:
+    """Return the name of the intermediate dimension in a configuration."""
+    return "hidden_dim" if config.model_type == "distilbert" else "intermediate_size"
 
 
 def _shape_of(config: Any) -> Shape:
@@ -496,7 +501,7 @@ def _shape_of(config: Any) -> Shape:
     return Shape(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
-        intermediate=config.intermediate_size,
+        intermediate=getattr(config, _intermediate_name(config)),
         vocab=config.vocab_size,
     )
 
