@@ -188,6 +188,31 @@ def test_documents_of_the_log_that_are_not_in_the_index_are_left_out(
     assert set(standby.ids) == set(r.load_index(live).ids)
 
 
+def test_documents_of_the_log_are_encoded_after_a_merge(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    new_documents: Path,
+    tmp_path: Path,
+) -> None:
+    vectors = tmp_path / "new-vectors"
+    done(call("encode", "--model", masked_lm, "--data", new_documents, "--output", vectors))
+    update = ("index", "--update", "--vectors", vectors, "--data", new_documents)
+    done(call(*update, "--output", live))
+    done(call("index", "--merge", "--output", live))
+    log = DocumentLog(live)
+    log.lock()
+    document = Document("kettles", NEW_DOCUMENT["title"], NEW_DOCUMENT["text"])
+    log.mark_applied(log.append([Change("kettles", document)]), {})
+    log.unlock()
+    done(start(call, live, new_model, shared / "data"))
+    standby: Any = open_index(live.with_name("live.migration") / "index")
+    assert set(standby.ids) == set(r.load_index(live).ids)
+    assert "kettles" in standby.ids
+
+
 def test_a_rollback_encodes_documents_that_arrived_after_the_cut_over(
     call: Call,
     live: Path,

@@ -154,7 +154,9 @@ def test_files_of_a_trained_model_have_the_permissions_of_new_files(
 ) -> None:
     new_file = tmp_path / "new"
     new_file.touch()
-    modes = {file.name: file.stat().st_mode for file in trained("splade").iterdir() if file.is_file()}
+    modes = {
+        file.name: file.stat().st_mode for file in trained("splade").iterdir() if file.is_file()
+    }
     assert modes == dict.fromkeys(modes, new_file.stat().st_mode)
 
 

@@ -21,6 +21,7 @@ from tilefold.retrieval.encoding.throttle import lower_priority
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.index.protocol import read_description
+from tilefold.retrieval.index.segments import PartList
 
 if TYPE_CHECKING:
     from tilefold.retrieval.common.runs import Run
@@ -450,8 +451,11 @@ def _start(
     if Path(data).exists():
         data = str(Path(data).resolve())
     provenance = Provenance.from_dict(read_description(request.index))
-    is_updated = (request.index / "segments").exists()  # has other documents than at its build
-    if not is_updated:
+    # After updates, and also after their merge, an index has other documents than at its build.
+    is_as_built = (
+        provenance.texts_sha256 is not None and not PartList.read(request.index).is_updated
+    )
+    if is_as_built:
         check_same_documents(request.index, collection.documents, data)
         if _scores.provenance_of_documents(collection).differing_fields(provenance):
             raise CommandError(
