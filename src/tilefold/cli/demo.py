@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,8 +302,6 @@ def _evaluate(
         untrained: the dense run and the token vectors of all-MiniLM-L6-v2.
         stages: the stages, which are recorded.
     """
-    from tilefold.retrieval.evaluation.measures import choose_weights
-
     encoder = _models.load_encoder(str(folder / "model"))
     vectors = _encode_documents(encoder, collection, folder, stages)
     indexes = _build_indexes(vectors, folder, stages)
@@ -317,9 +315,7 @@ def _evaluate(
     _note_answers("SPLADE", collection, splade)
     dev = collection.qrels["dev"]
     with stages.stage("fusion", "choosing fusion weights on held-out training queries"):
-        runs = (bm25, untrained.dense_run, splade)
-        fusion_weights, _ = choose_weights(runs, dev, measure=NDCG, k=DEPTH)
-        fused = retrieval.interpolate(runs, fusion_weights, k=DEPTH)
+        fused, fusion_weights = _interpolate((bm25, untrained.dense_run, splade), dev)
     with stages.stage(
         "reranking",
         "reranking by late interaction; its weight is chosen on the same queries",
@@ -331,8 +327,7 @@ def _evaluate(
             depth=steps.RERANKED,
             tail="drop",
         )
-        late_weights, _ = choose_weights((splade, late), dev, measure=NDCG, k=DEPTH)
-        reranked = retrieval.interpolate((splade, late), late_weights, k=DEPTH)
+        reranked, late_weights = _interpolate((splade, late), dev)
     all_runs = (bm25, untrained.dense_run, splade, fused, reranked)
     run_by_system = dict(zip(SYSTEMS, all_runs, strict=True))
     results = figures(run_by_system, collection.qrels["test"])
@@ -352,6 +347,25 @@ def _evaluate(
     if "seismic" in run_by_backend:
         results["seismic_overlap_at_10"] = steps.overlap(splade, run_by_backend["seismic"])
     return results
+
+
+def _interpolate(
+    runs: Sequence[Run],
+    qrels: dict[str, dict[str, int]],
+) -> tuple[Run, Sequence[float]]:
+    """Interpolate runs with the weights that have the highest nDCG@10 on judged queries.
+
+    Args:
+        runs: the runs.
+        qrels: query id -> document id -> grade, for the queries that weights are chosen on.
+
+    Returns:
+        The interpolated run of all queries, and the weight of each run.
+    """
+    from tilefold.retrieval.evaluation.measures import choose_weights
+
+    weights, _ = choose_weights(runs, qrels, measure=NDCG, k=DEPTH)
+    return retrieval.interpolate(runs, weights, k=DEPTH), weights
 
 
 def _encode_documents(

@@ -210,29 +210,18 @@ def evaluate(request: EvaluateRequest) -> None:
     task = _load_task(request)
     if request.run is None and request.save_run is not None:
         _scores.check_ids_of_run(task.queries, task.collection.documents)
-    reranker = _load_reranker(request, task)
-    search: _Search | None = None
-    if request.run is not None:
-        run, queries_without_own_id = _read_run(request.run, task)
-    else:
-        search = _search(request, search_request, task)
-        run = search.named_run
-        queries_without_own_id = search.ranking.ignored_identical_ids
-    _scores.check_has_results(run, task.collection, task.splits)
-    if reranker is not None and reranking is not None:
-        passages = None if search is None else search.passages
-        run = _rerank(run, reranker, reranking, passages, task)
+    evaluated = _read_or_search(request, search_request, reranking, task)
     scores = _scores.score(
-        run,
+        evaluated.named_run,
         task.collection,
         task.splits,
         measures,
         ignore_identical_ids=task.ignores_identical_ids,
-        queries_without_own_id=queries_without_own_id,
+        queries_without_own_id=evaluated.queries_without_own_id,
     )
     if request.save_run is not None:
         _scores.save_run(
-            run,
+            evaluated.named_run,
             task.provenance,
             request.save_run,
             depth,
@@ -241,14 +230,58 @@ def evaluate(request: EvaluateRequest) -> None:
     if request.per_query is not None:
         scores.write(request.per_query)
     feedback_changes = None
-    if search is not None and reranking is None:
-        feedback_changes = _compare_feedback(search, scores, task)
+    if evaluated.search is not None and reranking is None:
+        feedback_changes = _compare_feedback(evaluated.search, scores, task)
+    _print_scores(request, task.collection, scores, evaluated.precisions, feedback_changes)
+
+
+@dataclass(frozen=True)
+class _EvaluatedRun:
+    """The run that is measured.
+
+    Attributes:
+        named_run: the run, after reranking.
+        queries_without_own_id: the queries whose hit with their own id was removed before.
+        search: the search that gave the run; None if it was read from a file.
+        precisions: the dtypes of the vectors that the search and the reranker have compared.
+    """
+
+    named_run: _scores.NamedRun
+    queries_without_own_id: set[str]
+    search: _Search | None
+    precisions: dict[str, str | None]
+
+
+def _read_or_search(
+    request: EvaluateRequest,
+    search_request: SearchRequest,
+    reranking: Reranking | None,
+    task: _Task,
+) -> _EvaluatedRun:
+    """Read the run of ``--run``, or search all queries, and rerank the results with ``--rerank``.
+
+    Args:
+        request: the options of the command.
+        search_request: the options of the search.
+        reranking: the options of reranking; None without ``--rerank``.
+        task: the queries and documents.
+    """
+    reranker = _load_reranker(request, task)  # raises an error before the search, which takes long
+    search: _Search | None = None
     precisions: dict[str, str | None] = {}
-    if search is not None:
+    if request.run is not None:
+        named_run, queries_without_own_id = _read_run(request.run, task)
+    else:
+        search = _search(request, search_request, task)
+        named_run = search.named_run
+        queries_without_own_id = search.ranking.ignored_identical_ids
         precisions |= search.searcher.precisions
-    if reranker is not None:
+    _scores.check_has_results(named_run, task.collection, task.splits)
+    if reranker is not None and reranking is not None:
+        passages = None if search is None else search.passages
+        named_run = _rerank(named_run, reranker, reranking, passages, task)
         precisions |= reranker.precisions
-    _print_scores(request, task.collection, scores, precisions, feedback_changes)
+    return _EvaluatedRun(named_run, queries_without_own_id, search, precisions)
 
 
 @dataclass(frozen=True)
