@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from tilefold._internal.arguments import ArgumentError
@@ -75,6 +75,26 @@ def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evalu
         n_queries = len(n_own_hits)
         description += f", hits with the query's own id ignored for {n_queries:,} queries"
         digest += "without identical ids"
+    evaluator = _create_evaluator(evaluator_class, queries, documents, relevant, split)
+    return Evaluation(evaluator, f"{split} ({description})", digest)
+
+
+def _create_evaluator(
+    evaluator_class: Any,
+    queries: Mapping[str, str],
+    documents: Mapping[str, Content],
+    relevant: Mapping[str, Set[str]],
+    split: str,
+) -> Any:
+    """Create an evaluator that computes nDCG@10 and the other measures of the first ten hits.
+
+    Args:
+        evaluator_class: an information retrieval evaluator of sentence-transformers.
+        queries: query id -> text.
+        documents: document id -> text or page.
+        relevant: query id -> ids of its relevant documents.
+        split: name of the split, which the names of the measures contain.
+    """
     evaluator = evaluator_class(
         queries,
         documents,
@@ -88,7 +108,7 @@ def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evalu
     )
     if any(isinstance(content, Page) for content in documents.values()):
         evaluator.corpus = _PageCorpus(PagesInMemory(documents.values()))
-    return Evaluation(evaluator, f"{split} ({description})", digest)
+    return evaluator
 
 
 class _PageCorpus(Sequence[Any]):

@@ -135,6 +135,16 @@ class Outcome:
     queue: float = 0.0
     inference: float = 0.0
 
+    def set_answers(self, answers: Sequence[Answer]) -> None:
+        """Set the rows, and the mean times of an input.
+
+        Args:
+            answers: the answer for each input, at least one.
+        """
+        self.rows = [answer.value for answer in answers]
+        self.queue = sum(answer.queue for answer in answers) / len(answers)
+        self.inference = sum(answer.inference for answer in answers) / len(answers)
+
     def headers(self, device: str) -> list[tuple[bytes, bytes]]:
         """Return the response headers of text-embeddings-inference, with times in milliseconds.
 
@@ -771,9 +781,7 @@ class Service:
             dict(zip(readable, lengths, strict=True)),
         )
         answers = [answers_by_input[item] for item in readable]
-        outcome.rows = [answer.value for answer in answers]
-        outcome.queue = sum(answer.queue for answer in answers) / len(answers)
-        outcome.inference = sum(answer.inference for answer in answers) / len(answers)
+        outcome.set_answers(answers)
         if options.counted:
             self._record_inputs(options.counted, outcome.tokenization, answers)
         return outcome
@@ -872,9 +880,7 @@ class Service:
                 zip(lengths, await gather_or_cancel(futures), strict=True),
             )
         answers = [answers_by_image[item] for item in inputs]
-        outcome.rows = [answer.value for answer in answers]
-        outcome.queue = sum(answer.queue for answer in answers) / len(answers)
-        outcome.inference = sum(answer.inference for answer in answers) / len(answers)
+        outcome.set_answers(answers)
         if options.counted:
             self._record_inputs(options.counted, outcome.tokenization, answers)
         return outcome

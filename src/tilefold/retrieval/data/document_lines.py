@@ -145,7 +145,7 @@ def _lines_of_processes(
     try:
         with suppress(OSError, ValueError):  # a process cannot be started
             for number in range(n_processes):
-                workers.append(_start(file, size, number, n_processes, fields))
+                workers.append(_start_reader(file, size, number, n_processes, fields))
         if len(workers) < n_processes:
             return
         for range_number in range(n_ranges):
@@ -159,7 +159,7 @@ def _lines_of_processes(
             worker.communicate()
 
 
-def _start(
+def _start_reader(
     file: Path,
     size: int,
     number: int,

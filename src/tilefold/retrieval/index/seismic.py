@@ -53,8 +53,16 @@ __all__ = ["SeismicIndex", "SeismicOptions"]
 _PACKAGE = "pyseismic-lsr"
 # The package has separate classes (LV, large vocabulary) for more terms than 16 bits can number.
 _SMALL_VOCABULARY = 1 << 16
+# The default of n_postings is _POSTINGS_FACTOR * L ** _POSTINGS_EXPONENT. L is the mean number of
+# postings of a term.
+_POSTINGS_FACTOR = 10
+_POSTINGS_EXPONENT = 0.56
+_QUERY_CUT = 20
+_HEAP_FACTOR = 0.7
 # Number of documents from which on Seismic's authors search with other options.
 _MANY_DOCUMENTS = 1_000_000
+_QUERY_CUT_OF_MANY = 10
+_HEAP_FACTOR_OF_MANY = 0.8
 # The longest posting list of a term, as a multiple of n_postings.
 _MAX_LIST_FRACTION = 1.5
 # A filtered search retrieves this many times the documents that contain k matching ones on average.
@@ -162,14 +170,14 @@ class SeismicOptions:
         """
         n_postings = self.n_postings
         if n_postings is None:
-            n_postings = max(1, round(10 * mean_postings**0.56))
+            n_postings = max(1, round(_POSTINGS_FACTOR * mean_postings**_POSTINGS_EXPONENT))
         has_many_documents = documents >= _MANY_DOCUMENTS
         query_cut = self.query_cut
         if query_cut is None:
-            query_cut = 10 if has_many_documents else 20
+            query_cut = _QUERY_CUT_OF_MANY if has_many_documents else _QUERY_CUT
         heap_factor = self.heap_factor
         if heap_factor is None:
-            heap_factor = 0.8 if has_many_documents else 0.7
+            heap_factor = _HEAP_FACTOR_OF_MANY if has_many_documents else _HEAP_FACTOR
         return replace(
             self,
             n_postings=n_postings,

@@ -704,7 +704,11 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
         present = set(group.documents)
         grades = qrels.get(group.query, {})
         missing_by_query.append(
-            [name for name, grade in grades.items() if grade > 0 and name not in present],
+            [
+                document
+                for document, grade in grades.items()
+                if grade > 0 and document not in present
+            ],
         )
     n_missing = np.array([len(missing) for missing in missing_by_query], np.int64)
     if not n_missing.any():

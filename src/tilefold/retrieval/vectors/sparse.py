@@ -215,20 +215,7 @@ class SparseVectors:
                 f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.",
             )
         fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
-        matrix = matrix.detach()
-        if matrix.layout == torch.sparse_csr:
-            offsets = matrix.crow_indices().cpu()
-            columns = matrix.col_indices().cpu()
-            values = matrix.values().cpu()
-            # numpy repeats the rows, because torch would start all its threads for a few rows. That
-            # can take milliseconds.
-            rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
-        else:
-            if matrix.layout != torch.sparse_coo:
-                matrix = matrix.to_sparse()
-            sparse = matrix.coalesce()
-            rows, columns = sparse.indices().unbind(0)
-            values = sparse.values()
+        rows, columns, values = _coordinates_of(matrix.detach())
         keep = (values > min_weight) | (values < 0) | values.isnan()
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
         return cls(
@@ -419,6 +406,31 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
     check_vectors("queries", queries, "encode_queries(model, {id: text})")
     check_k(k)
     check_same_vocabulary(index, queries, "the index", "queries")
+
+
+def _coordinates_of(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows, the columns and the values of the entries of a matrix.
+
+    Args:
+        matrix: a dense, sparse COO or CSR tensor ``[N, V]`` without gradient, on any device.
+
+    Returns:
+        Three tensors ``[n]``, ordered by row. Those of a CSR tensor are on the
+        CPU, the others on the device of the matrix.
+    """
+    import torch
+
+    if matrix.layout == torch.sparse_csr:
+        offsets = matrix.crow_indices().cpu()
+        # numpy repeats the rows, because torch would start all its threads for a few rows. That can
+        # take milliseconds.
+        row_numbers = np.repeat(np.arange(matrix.shape[0]), offsets.diff().numpy())
+        return torch.from_numpy(row_numbers), matrix.col_indices().cpu(), matrix.values().cpu()
+    if matrix.layout != torch.sparse_coo:
+        matrix = matrix.to_sparse()
+    sparse = matrix.coalesce()
+    rows, columns = sparse.indices().unbind(0)
+    return rows, columns, sparse.values()
 
 
 def _as_int32(indices: npt.ArrayLike) -> Ints:
