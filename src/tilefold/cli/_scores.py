@@ -493,26 +493,26 @@ def _no_results_error(named_run: NamedRun, collection: Collection, split: str) -
         split: the split.
     """
     judged = collection.qrels[split]
-    check_origin = "Give the collection and the split that it was made for: --data, --split."
+    remedy = "Give the collection and the split that it was made for: --data, --split."
     if not named_run.run:
-        reason = f"it is empty). {check_origin}"
+        reason = "it is empty"
     elif judged.keys().isdisjoint(named_run.run):
         first_query = next(iter(named_run.run))
         first_judged = next(iter(judged))
-        remedy = check_origin
+        reason = (
+            f"its first query is {first_query!r}, and the first query of the split is "
+            f"{first_judged!r}"
+        )
         if first_query in collection.queries:
             splits = [split, *_splits_with_results(named_run, collection)]
             options = " ".join(f"--split {name}" for name in splits)
             remedy = f"Make the run with evaluate {options} --save-run FILE."
-        reason = (
-            f"its first query is {first_query!r}, and the first query of the split is "
-            f"{first_judged!r}). {remedy}"
-        )
     else:
-        reason = "they have no hit). Check that documents match --where and queries have terms."
+        reason = "they have no hit"
+        remedy = "Check that documents match --where and queries have terms."
     return CommandError(
         f"{named_run.name}: no result for any of the {len(judged)} judged queries of "
-        f"{collection.name}, {split} ({reason}",
+        f"{collection.name}, {split} ({reason}). {remedy}",
     )
 
 

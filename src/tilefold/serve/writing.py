@@ -582,7 +582,7 @@ class DocumentWriter:
             batch_ids = ids[start : start + _ENCODED_TOGETHER]
             outcome = await self.service.encode(
                 model,
-                [texts[name] or " " for name in batch_ids],
+                [texts[text_id] or " " for text_id in batch_ids],
                 EncodeOptions("document", truncate=True, counted=None),
             )
             rows.update(zip(batch_ids, outcome.rows, strict=True))
