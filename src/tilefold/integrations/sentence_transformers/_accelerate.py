@@ -196,7 +196,7 @@ def accelerate(
 
     A second call starts over with its own arguments. Call again after an adapter was added to the
     LM head or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment, the model is not
-    accelerated, or no longer.
+    accelerated, and a model that was accelerated before is restored.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of
@@ -241,11 +241,11 @@ def accelerate(
     Raises:
         TypeError: if ``model`` is no SparseEncoder, MultiVectorEncoder or SentenceTransformer, or
             ``screen``, ``graphs``, ``fp8`` or ``invariant`` is not a bool.
-        ValueError: if ``check`` is neither a bool nor ``"always"``, or the model has no LM head
-            before a pooling (and no module of :mod:`tilefold.modules` that needs none), or computes
-            its logits or similarities in another way than the operator, or ``fp8`` is not possible
-            on the device or for the model; or if ``invariant`` is True, and a module of the model
-            is not known to keep its bits. Nothing is changed then.
+        ValueError: if ``check`` is neither a bool nor ``"always"``; if the model has no LM head
+            before a pooling (modules of :mod:`tilefold.modules` may need none); if it computes its
+            logits or similarities in another way than the operator; if ``fp8`` is not possible on
+            the device or for the model; or if ``invariant`` is True, and a module of the model is
+            not known to keep its bits. The model is not changed then.
         RuntimeError: if the check cannot run the model on its device, or ``invariant`` is True with
             ``TILEFOLD_DISABLE=1``.
     """

@@ -352,7 +352,8 @@ def row_peak(s):
 def bracket(n, e, KIND: tl.constexpr):
     """Return a lower and an upper bound of the root of each row.
 
-    The largest of ``n`` weights that sum to 1 is between ``1 / n`` and 1.
+    The largest of ``n`` weights that sum to 1 is between ``1 / n`` and 1. The lower bound is 1e-6
+    smaller, so that rounding does not put it above the root.
 
     Args:
         n: number of entries of each row, at least 1.
