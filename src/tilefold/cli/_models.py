@@ -35,6 +35,21 @@ _NAMES = {
 }
 
 
+def _is_mistyped_path(name: str) -> bool:
+    """Return whether a text that is not the path of a folder was meant as one.
+
+    A name on the hub is NAME or OWNER/NAME. A text that cannot be one, or that begins with an
+    existing folder, is a mistyped path, and the hub is not asked for it.
+
+    Args:
+        name: the text.
+    """
+    path = Path(name)
+    is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1
+    parent_exists = len(path.parts) > 1 and Path(path.parts[0]).exists()
+    return is_path or parent_exists
+
+
 def checked_model_name(name: str, option: str) -> str:
     """Return the folder of a model, or its name if the hub or the local cache has the model.
 
@@ -56,11 +71,7 @@ def checked_model_name(name: str, option: str) -> str:
         return name
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
-    # A name on the hub is NAME or OWNER/NAME. A text that cannot be one, or that begins with an
-    # existing folder, is a mistyped path, and the hub is not asked for it.
-    is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1
-    parent_exists = len(path.parts) > 1 and Path(path.parts[0]).exists()
-    if is_path or parent_exists:
+    if _is_mistyped_path(name):
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     problem = _hub_problem(name)
     if problem is not None:

@@ -611,11 +611,12 @@ def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> 
         reason: why the options do not fit, for the message.
     """
     options: dict[str, object] = {"--query-top-k": request.query_top_k}
-    if backend == DENSE and isinstance(request, FeedbackOptions):
-        options["--prf-terms"] = request.prf_terms
-    if backend == LATE:
-        if isinstance(request, FeedbackOptions):
+    if isinstance(request, FeedbackOptions):
+        if backend == DENSE:
+            options["--prf-terms"] = request.prf_terms
+        else:
             options["--prf"] = request.prf
+    if backend == LATE:
         options["--vectors"] = request.vectors
     refuse_options(options, f"cannot be used, because {reason}")
 

@@ -502,45 +502,73 @@ def _print_state(
         migration: the migration.
         is_rolled_back: whether the old index has just taken over again.
     """
+    n_documents = migration.n_documents()
+    standby = request.index.with_name(migration.folder.name) / migration.standby.name
+    result = {
+        "index": str(request.index),
+        "model": migration.record.model,
+        "documents": n_documents,
+        "cut_over": migration.is_cut_over,
+        "standby": str(standby),
+    }
+    state, actions = _describe_state(
+        request,
+        migration,
+        n_documents,
+        standby,
+        is_rolled_back=is_rolled_back,
+    )
+    next_command = f"next: tilefold migrate --index {request.index} {actions}"
+    _common.print_result(result, request.as_json, state, next_command)
+
+
+def _describe_state(
+    request: MigrateRequest,
+    migration: Migration,
+    n_documents: int,
+    standby: Path,
+    *,
+    is_rolled_back: bool,
+) -> tuple[str, str]:
+    """Describe which index is searched, and what can be done next.
+
+    Args:
+        request: the options of the command.
+        migration: the migration.
+        n_documents: number of documents or passages of the index that is searched.
+        standby: the folder of the other index.
+        is_rolled_back: whether the old index has just taken over again.
+
+    Returns:
+        The state, and the options of the next commands.
+    """
     index = request.index
     record = migration.record
     is_cut_over = migration.is_cut_over
-    n_documents = migration.n_documents()
-    standby = index.with_name(migration.folder.name) / migration.standby.name
-    result = {
-        "index": str(index),
-        "model": record.model,
-        "documents": n_documents,
-        "cut_over": is_cut_over,
-        "standby": str(standby),
-    }
     old_model = record.old_model or request.old_model
     old_folder, new_folder = migration.index, migration.standby
     if is_cut_over:
         old_folder, new_folder = new_folder, old_folder
     old_name = _kind_and_model(old_folder, old_model)
     new_name = _kind_and_model(new_folder, record.model)
-    next_command = f"next: tilefold migrate --index {index}"
     if is_cut_over:
         state = (
             f"{index} is the new index {new_name}, with {n_documents:,} documents; the old one "
             f"{old_name} is in {standby}"
         )
-        next_command += " --rollback, or --discard to remove the old index"
-    elif is_rolled_back:
+        return state, "--rollback, or --discard to remove the old index"
+    if is_rolled_back:
         state = (
             f"{index} is the old index again {old_name}, with {n_documents:,} documents; the new "
             f"one {new_name} is in {standby}"
         )
-        next_command += " --cut-over, or --discard to remove the new index"
-    else:
-        state = (
-            f"the new index {new_name} has all {n_documents:,} documents: {standby}; "
-            f"{index} is still the old one {old_name}"
-        )
-        old_model_option = " --old-model OLD_MODEL" if record.old_model is None else ""
-        next_command += f" --preview QUERIES{old_model_option}, or --cut-over"
-    _common.print_result(result, request.as_json, state, next_command)
+        return state, "--cut-over, or --discard to remove the new index"
+    state = (
+        f"the new index {new_name} has all {n_documents:,} documents: {standby}; "
+        f"{index} is still the old one {old_name}"
+    )
+    old_model_option = " --old-model OLD_MODEL" if record.old_model is None else ""
+    return state, f"--preview QUERIES{old_model_option}, or --cut-over"
 
 
 def _kind_and_model(index: Path, model: str | None) -> str:

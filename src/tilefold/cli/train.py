@@ -740,7 +740,31 @@ def _configure(request: TrainRequest) -> Any:
 
     name = request.recipe
     _options.check_choice("--recipe", name, RECIPES)
-    options: dict[str, object] = {
+    late = RECIPES[name].recipe.late
+    _refuse_options_of_other_recipes(request, name, late)
+    try:
+        with _options.option_errors(**_option_of_field()):
+            recipe = get_recipe(name, **_fields_of(request))
+            values = recipe.to_dict()
+            if late:
+                _apply_colbert_options(values, request)
+            else:
+                _apply_sparse_options(values, request)
+            _check_repetitions(request)
+            for assignment in request.fields or []:
+                _apply_assignment(values, assignment)
+            return type(recipe).from_dict(values)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _fields_of(request: TrainRequest) -> dict[str, object]:
+    """Return recipe field -> value, for the options of all recipes that were given.
+
+    Args:
+        request: the options of the command.
+    """
+    values: dict[str, object] = {
         "epochs": request.epochs,
         "batch_size": request.batch_size,
         "mini_batch_size": request.mini_batch_size,
@@ -764,23 +788,7 @@ def _configure(request: TrainRequest) -> Any:
         "graphs": request.graphs or None,
         "fill_batches": request.fill_batches or None,
     }
-    overrides = {field: value for field, value in options.items() if value is not None}
-    late = RECIPES[name].recipe.late
-    _refuse_options_of_other_recipes(request, name, late)
-    try:
-        with _options.option_errors(**_option_of_field()):
-            recipe = get_recipe(name, **overrides)
-            values = recipe.to_dict()
-            if late:
-                _apply_colbert_options(values, request)
-            else:
-                _apply_sparse_options(values, request)
-            _check_repetitions(request)
-            for assignment in request.fields or []:
-                _apply_assignment(values, assignment)
-            return type(recipe).from_dict(values)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _option_of_field() -> dict[str, str]:

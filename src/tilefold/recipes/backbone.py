@@ -205,8 +205,10 @@ def _check_minilm_numbers(
         max_length: maximum number of tokens per text.
         seed: the seed.
     """
-    finite_number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
-    integer()("layers", layers, True)
+    validate_percentile = finite_number(lambda value: 0 < value < 100, "in (0, 100)")
+    validate_percentile("percentile", percentile)
+    validate_layers = integer()
+    validate_layers("layers", layers, True)  # None is valid, too
     check_integer("max_length", max_length)
     check_integer("seed", seed)
     if not 2 < max_length <= MINILM_MAX_TOKENS:

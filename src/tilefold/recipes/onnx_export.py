@@ -502,14 +502,9 @@ def _compare(
         )
     vectors = _encode_both_sides(exported, texts)
     if top_k is not None:
-        # Compare the entries that were returned, and the entries that had to be returned. Among
-        # entries with the weight of the last one, the graph may choose.
         last_weight = exact_vectors.topk(top_k, dim=1).values[:, -1:]
-        was_returned = vectors > 0
-        compared = was_returned | (exact_vectors > last_weight)
-        compared_fp32 = was_returned | (fp32_vectors > last_weight)
-        exact_vectors = torch.where(compared, exact_vectors, 0)
-        fp32_vectors = torch.where(compared_fp32, fp32_vectors, 0)
+        fp32_vectors = _compared_entries(fp32_vectors, vectors, last_weight)
+        exact_vectors = _compared_entries(exact_vectors, vectors, last_weight)
     if quantize is not None:
         return {"least_cosine": _check_cosine(vectors, exact_vectors)}
     return {"budget_used": _check_difference(vectors, exact_vectors, fp32_vectors)}
@@ -520,6 +515,20 @@ def _random_texts(tokenizer: Any) -> list[str]:
     generator = random.Random(0)  # noqa: S311 - reproducible, no secret
     token_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     return [tokenizer.decode(generator.choices(token_ids, k=length)) for length in TEXT_LENGTHS]
+
+
+def _compared_entries(expected: Tensor, returned: Tensor, last_weight: Tensor) -> Tensor:
+    """Set the entries to 0 that a graph with `top_k` did not return, and did not have to return.
+
+    Among entries with the weight of the last one, the graph may choose.
+
+    Args:
+        expected: vectors ``[n, V]`` of the model.
+        returned: vectors ``[n, V]`` of the graph.
+        last_weight: ``[n, 1]``, weight of the last entry that the graph returns.
+    """
+    is_compared = (returned > 0) | (expected > last_weight)
+    return torch.where(is_compared, expected, 0)
 
 
 def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
@@ -535,7 +544,8 @@ def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
     cosines = torch.nn.functional.cosine_similarity(vectors, exact_vectors, dim=1)
     has_terms = exact_vectors.any(dim=1)  # an empty vector has no direction
     least_cosine = float(cosines[has_terms].min())
-    if not least_cosine >= MIN_COSINE:
+    is_allowed = least_cosine >= MIN_COSINE  # False for NaN
+    if not is_allowed:
         raise ArgumentError(
             "quantize",
             f"must keep a cosine of at least {MIN_COSINE} to the model's vectors, got "
@@ -562,7 +572,8 @@ def _check_difference(vectors: Tensor, exact_vectors: Tensor, fp32_vectors: Tens
     largest_score = float(exact_vectors.abs().max())
     allowed = ERROR_FACTOR * max(fp32_error, FP32_EPSILON * largest_score)
     difference = float((vectors - exact_vectors).abs().max())
-    if not difference <= allowed:
+    is_allowed = difference <= allowed  # False for NaN
+    if not is_allowed:
         raise ArgumentError(
             "model",
             f"the scores of its graph must differ by at most {allowed:.3g} on random texts, got "

@@ -143,12 +143,12 @@ def _parts(body: bytes, boundary: bytes) -> list[_Part]:
         raise invalid(f"expected at most {_MAX_PARTS} parts in a form")
     for number, piece in enumerate(pieces):
         if piece.startswith(b"--"):  # the last boundary; what follows is ignored
-            return [_part(earlier) for earlier in pieces[:number]]
+            return [_parse_part(earlier) for earlier in pieces[:number]]
     raise _malformed("its last boundary is missing")
 
 
-def _part(piece: bytes) -> _Part:
-    """Read the headers of a part.
+def _parse_part(piece: bytes) -> _Part:
+    """Parse the headers of a part.
 
     Args:
         piece: the bytes between two boundaries, beginning with the rest of the line of the first.
@@ -169,6 +169,7 @@ def _part(piece: bytes) -> _Part:
         raise _malformed("a part has no name")
     # The name of a file may have an encoding (RFC 5987), which the asterisk announces.
     has_file_name = not disposition.parameters.keys().isdisjoint({"filename", "filename*"})
+    # An image that was sent without the name of a file is a file, too.
     is_image = headers.get("content-type", "").lower().startswith("image/")
     return _Part(field_name, content, is_file=has_file_name or is_image)
 

@@ -92,27 +92,27 @@ def documents_by_id(
     if all(isinstance(document, Document) for document in documents.values()):
         return documents
     return {
-        identifier: _as_document(name, identifier, document)
-        for identifier, document in documents.items()
+        document_id: _as_document(name, document_id, document)
+        for document_id, document in documents.items()
     }
 
 
-def _as_document(name: str, identifier: str, document: object) -> Document:
+def _as_document(name: str, document_id: str, document: object) -> Document:
     """Return a document that a caller passed as a :class:`Document` or as its text.
 
     Args:
         name: name of the argument, for the error.
-        identifier: id of the document.
+        document_id: id of the document.
         document: the document, or its text.
     """
     if isinstance(document, Document):
         return document
     if not isinstance(document, str):
         raise TypeError(
-            f"{name}: expected a Document or a text for {identifier!r}, got "
-            f"{type(document).__name__}; pass Document({identifier!r}, title, text).",
+            f"{name}: expected a Document or a text for {document_id!r}, got "
+            f"{type(document).__name__}; pass Document({document_id!r}, title, text).",
         )
-    return Document(identifier, "", document)
+    return Document(document_id, "", document)
 
 
 class _DocumentsOfTexts(Mapping[str, Document]):

@@ -265,13 +265,14 @@ class Passages:
             DataError: if a document is a page without a text.
         """
         documents = documents_by_id("documents", documents)
-        contents = {document_id: text_of(document) for document_id, document in documents.items()}
+        digest = texts_digest(
+            {document_id: text_of(document) for document_id, document in documents.items()}
+        )
         texts: dict[str, str] = {}
         for document_id, document in documents.items():
             for number, (start, stop) in enumerate(self.ranges(document.text), start=1):
                 passage = Passage(document_id, number, start, stop)
                 texts[passage.id] = passage.of_document(document).contents
-        digest = texts_digest(contents)
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
 
 

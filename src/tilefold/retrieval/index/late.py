@@ -181,14 +181,8 @@ class LateIndex(TorchIndex):
         provenance = Provenance()
         shards: Iterable[TokenVectors]
         if isinstance(vectors, TokenStore):
-            manifest = vectors.manifest
-            if manifest.layout != TokenManifest.LAYOUT or manifest.kind != "document":
-                raise ArgumentError(
-                    "vectors",
-                    "expected token vectors of documents, got "
-                    f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}.",
-                )
-            provenance = manifest.provenance
+            _check_document_tokens(vectors)
+            provenance = vectors.manifest.provenance
             shards = vectors.iter_shards()
         else:
             shards = [vectors]
@@ -820,6 +814,21 @@ class LateIndex(TorchIndex):
             vectors = self.files.document_range(row, row + 1).floats()
             pieces.append(vectors[start : start + _PIECE_TOKENS])
         return pieces, rows
+
+
+def _check_document_tokens(store: TokenStore) -> None:
+    """Raise an error if a folder does not hold token vectors of documents.
+
+    Args:
+        store: the opened folder.
+    """
+    manifest = store.manifest
+    if manifest.layout != TokenManifest.LAYOUT or manifest.kind != "document":
+        raise ArgumentError(
+            "vectors",
+            "expected token vectors of documents, got "
+            f"{manifest.kind} vectors of layout {manifest.layout!r} in {store.folder}.",
+        )
 
 
 def _runs_ahead(device: torch.device) -> bool:

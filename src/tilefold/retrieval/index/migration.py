@@ -273,11 +273,7 @@ class Migration:
             with naming_full_disk(folder), scratch_folder(folder) as scratch:
                 # The folder appears complete, so that a killed process leaves no half migration.
                 complete_folder = scratch / "new"
-                base = complete_folder / _BASE
-                base.mkdir(parents=True)
-                save_ids(documents, base)
-                np.save(base / _TEXT_KEYS, _text_keys(documents))
-                write_json_object(complete_folder / MIGRATION_NAME, asdict(record), durable=True)
+                _write_start(complete_folder, record, documents)
                 complete_folder.replace(folder)
         return cls(index, record)
 
@@ -677,6 +673,21 @@ def check_is_migratable(index: Path) -> Json:
             f"{manifest['backend']}. Build another index and replace this one.",
         )
     return manifest
+
+
+def _write_start(folder: Path, record: MigrationRecord, documents: Mapping[str, Document]) -> None:
+    """Write the files of a migration that has just started.
+
+    Args:
+        folder: the folder to create.
+        record: the description of the migration.
+        documents: document id -> document, those that the index has at the start.
+    """
+    base = folder / _BASE
+    base.mkdir(parents=True)
+    save_ids(documents, base)
+    np.save(base / _TEXT_KEYS, _text_keys(documents))
+    write_json_object(folder / MIGRATION_NAME, asdict(record), durable=True)
 
 
 def check_same_documents(index: Path, documents: Mapping[str, Document], data: str) -> None:

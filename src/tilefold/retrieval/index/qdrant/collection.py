@@ -430,8 +430,7 @@ class QdrantCollection:
             name: the name of the field.
             condition: the condition on its values.
         """
-        with suppress(ValueError):
-            check_comparable(name, condition, self.field_kinds)
+        if _is_comparable(name, condition, self.field_kinds):
             return
         # Other processes may have stored documents since the record was read.
         latest_kinds = self._read_field_kinds()
@@ -697,6 +696,25 @@ class QdrantCollection:
         """Replace the record of the collection."""
         self._engine.write_record(record)
         self._record = record
+
+
+def _is_comparable(
+    name: str,
+    condition: Condition,
+    kinds: Mapping[str, Sequence[str]] | None,
+) -> bool:
+    """Return whether a document has a value that a condition can be compared with.
+
+    Args:
+        name: the name of the field.
+        condition: the condition on its values.
+        kinds: field -> kinds of its values in all documents; None if unknown.
+    """
+    try:
+        check_comparable(name, condition, kinds)
+    except ValueError:
+        return False
+    return True
 
 
 def _close_quietly(engine: Engine) -> None:

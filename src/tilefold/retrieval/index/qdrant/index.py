@@ -43,7 +43,8 @@ __all__ = ["QdrantIndex"]
 
 # Names in the folder of an index, whose files change while it is used.
 _OWN_NAMES = (MANIFEST_NAME, *COLLECTION_NAMES)
-_SERVER_OPTIONS = ("collection", "api_key", "timeout", "patience")
+_CONNECTION_OPTIONS = ("api_key", "timeout", "patience")
+_SERVER_OPTIONS = ("collection", *_CONNECTION_OPTIONS)
 _OPTIONS = (
     "folder",
     "url",
@@ -201,9 +202,7 @@ class QdrantIndex:
         folder = options.get("folder")
         if url is not None:
             server_options = {
-                name: options[name]
-                for name in _SERVER_OPTIONS
-                if name != "collection" and options.get(name) is not None
+                name: options[name] for name in _CONNECTION_OPTIONS if options.get(name) is not None
             }
             return cls._build_on_server(
                 url,
