@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tilefold._internal.typing import Model, Tensor
+from tilefold._internal.typing import Model, Module, Tensor
 from tilefold.distributed.vocabulary import SharedVocabulary
 from tilefold.distributed.world import World
 
@@ -65,7 +65,6 @@ class ShardedModel:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from transformers.modeling_layers import GradientCheckpointingLayer
 
         from tilefold.integrations.sentence_transformers.vocabulary import divide_head
 
@@ -87,12 +86,8 @@ class ShardedModel:
         if split_vocabulary:
             vocabulary = SharedVocabulary(mesh, self._world.gather)
             vocabulary_parameters = divide_head(self.model, vocabulary)
-        layers = [
-            module
-            for module in self.model.modules()
-            if isinstance(module, GradientCheckpointingLayer)
-        ]
-        for module in [*layers, self.model]:
+        for module in [*_layers_of(self.model), self.model]:
+            # Layers that are divided already have new parameters, which are left out here.
             parameters = [
                 parameter for parameter in module.parameters() if id(parameter) in cpu_weights
             ]
@@ -278,6 +273,17 @@ class ShardedModel:
                 if self._world.rank == 0:
                     complete[index][name] = _on_cpu(gathered)
         return {**state_dict, "state": complete}
+
+
+def _layers_of(model: Model) -> list[Module]:
+    """Return the layers of the Transformers of a model, each of which is divided on its own.
+
+    Args:
+        model: the model.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _gathered(value: Any) -> Any:

@@ -286,14 +286,20 @@ class Ranking:
                     best[query_id][result_id] = passage
         return best
 
-    def _add_details(self, stage_run: _StageRun) -> None:
-        """Add the best passages and the ignored queries of one search to the ranking."""
-        self.ignored_identical_ids |= stage_run.ignored_identical_ids
-        if stage_run.best_passages is None:
-            return
-        best_passages = self.passages.setdefault(stage_run.stage, {})
-        for query_id, passage_of in stage_run.best_passages.items():
-            best_passages.setdefault(query_id, {}).update(passage_of)
+
+def _add_details(ranking: Ranking, stage_run: _StageRun) -> None:
+    """Add the best passages and the ignored queries of one search to a ranking.
+
+    Args:
+        ranking: the ranking.
+        stage_run: the result of the search.
+    """
+    ranking.ignored_identical_ids |= stage_run.ignored_identical_ids
+    if stage_run.best_passages is None:
+        return
+    best_passages = ranking.passages.setdefault(stage_run.stage, {})
+    for query_id, passage_of in stage_run.best_passages.items():
+        best_passages.setdefault(query_id, {}).update(passage_of)
 
 
 class Searcher:
@@ -716,7 +722,7 @@ class Searcher:
         second_run: Run | None = None
         if request.interpolation is not None:
             second = self._search_second_index(queries, request.retrieval_depth, request)
-            ranking._add_details(second)
+            _add_details(ranking, second)
             second_run = second.run
         # Each class of retrievers takes query vectors of its own type.
         retriever: Any = self.retriever
@@ -812,7 +818,7 @@ class Searcher:
             request,
             self.passages,
         )
-        ranking._add_details(stage_run)
+        _add_details(ranking, stage_run)
         return stage_run.run
 
     def _apply_feedback(
@@ -863,7 +869,7 @@ class Searcher:
             request: options of the search.
         """
         second = self._search_second_index(queries, request.candidates, request)
-        ranking._add_details(second)
+        _add_details(ranking, second)
         ranking.run = fusion.mix(ranking.run, second.run, request.candidates)
         ranking.stages[_WORDS_STAGE] = second.run
         ranking.stages[_FUSION_STAGE] = ranking.run

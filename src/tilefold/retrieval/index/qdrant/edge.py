@@ -189,6 +189,7 @@ class EdgeEngine(Engine):
         write_json_object(self.folder / RECORD, record.to_dict())
 
     def drop(self) -> None:
+        # The record goes first: files that a killed process leaves are then no collection.
         (self.folder / RECORD).unlink(missing_ok=True)
         if self._shard is not None:
             self._call("close")
