@@ -225,6 +225,57 @@ def test_a_generation_is_released_without_the_garbage_collector(
         gc.enable()
 
 
+@dataclass
+class Generation:
+    """A generation of an index, without a server."""
+
+    index: Any
+
+
+def is_mapped(path: Path) -> bool:
+    """Return whether this process has mapped a file into its memory."""
+    return f" {path}" in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_lock_of_python(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(following, "_DROP_SECONDS", 0.01)
+    rows = torch.randn(50, 1, 8)
+    vectors = r.TokenVectors.pack([str(row) for row in range(50)], list(rows), 8, "fp16")
+    r.DenseIndex.build(vectors).save(tmp_path / "index")
+    file = tmp_path / "index" / "vectors.safetensors"
+    first = Generation(open_index(tmp_path / "index"))
+    second = Generation(open_index(tmp_path / "index", opened=first.index))
+    expected = first.index.search(rows[:2, 0], 5)
+    may_drop = threading.Event()
+    dropped = threading.Event()
+    drop = following._drop
+
+    def drop_and_tell(references: list[torch.Tensor]) -> None:
+        assert may_drop.wait(20)
+        drop(references)
+        dropped.set()
+
+    monkeypatch.setattr(following, "_drop", drop_and_tell)
+    following._free_without_lock(first)
+    del first
+    may_drop.set()
+    assert dropped.wait(20)
+    assert is_mapped(file)  # the second generation has the same part
+    assert second.index.search(rows[:2, 0], 5) == expected
+    may_drop.clear()
+    dropped.clear()
+    following._free_without_lock(second)
+    del second
+    assert is_mapped(file)  # until the thread drops the last reference
+    may_drop.set()
+    assert dropped.wait(20)
+    assert not is_mapped(file)
+
+
 def test_parts_that_did_not_change_are_not_opened_again(
     unwatched: Running,
     last: r.SparseVectors,

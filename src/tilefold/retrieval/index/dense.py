@@ -384,6 +384,11 @@ class DenseIndex(TorchIndex, GrowingIndex):
     def gpus(self) -> list[torch.device]:
         return [values.device for values, _ in self._copies.values() if values.is_cuda]
 
+    @property
+    def stored_tensors(self) -> list[Tensor]:
+        """The values, and the scales of int8 values, as they are stored."""
+        return [self._values] if self._scales is None else [self._values, self._scales]
+
     def stored(self) -> TokenVectors:
         """Return the vectors of the documents in their storage, one vector per document."""
         return TokenVectors(

@@ -22,10 +22,12 @@ from tilefold.retrieval.index.protocol import MANIFEST_NAME, FolderIndex
 from tilefold.retrieval.index.segments import Segments
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
 
-__all__ = ["gpus_of", "open_index", "opened_parts"]
+__all__ = ["gpus_of", "mapped_tensors", "open_index", "opened_parts"]
 
 
 def open_index(
@@ -96,6 +98,20 @@ def gpus_of(index: object) -> list[str]:
         if isinstance(part, TorchIndex | DeviceIndex):
             names.update(dict.fromkeys(map(str, part.gpus)))
     return list(names)
+
+
+def mapped_tensors(index: object) -> list[Tensor]:
+    """Return the tensors of an index, or of its parts, that may map files into memory.
+
+    Args:
+        index: an index of any kind. Only dense indexes keep their files as tensors.
+    """
+    from tilefold.retrieval.index.dense import DenseIndex
+
+    parts = index.parts if isinstance(index, Segments) else [index]
+    return [
+        tensor for part in parts if isinstance(part, DenseIndex) for tensor in part.stored_tensors
+    ]
 
 
 def _load_or_reuse(
