@@ -565,6 +565,19 @@ def test_hits_without_vector_have_no_terms_and_are_named_in_a_note(
     assert "lacks" not in call(*search, "--vectors", merged).err
 
 
+@pytest.mark.parametrize(("index", "option"), [("words", "--data"), ("exact", "--vectors")])
+def test_deleting_with_update_and_no_documents_says_to_leave_out_update(
+    call: Call,
+    grown: Path,
+    index: str,
+    option: str,
+) -> None:
+    (grown / "gone.txt").write_text("cards\n")
+    change = ("index", "--output", grown / index, "--delete", grown / "gone.txt")
+    fails(call(*change, "--update"), 2, f"give them with {option}, or leave out --update")
+    assert measured(call(*change, "--json"))["deleted"] == 1
+
+
 @pytest.mark.parametrize("index", ["words", "exact"])
 def test_ids_to_delete_that_are_not_in_the_index_are_named(
     call: Call,

@@ -1022,6 +1022,30 @@ def _check_change_fits(request: IndexRequest, backend: str) -> None:
         refuse_options({"--vectors": request.vectors}, reason)
     if backend != LATE:
         refuse_options({"--tokens": request.tokens}, reason)
+    if request.update:
+        _check_has_new_documents(request, backend)
+
+
+def _check_has_new_documents(request: IndexRequest, backend: str) -> None:
+    """Raise ``UsageError`` if ``--update`` is given without the documents to add.
+
+    Args:
+        request: the options of the command.
+        backend: the backend of the index at ``--output``.
+    """
+    options: dict[str, tuple[str, object]] = {
+        BM25: ("--data", request.data),
+        LATE: ("--tokens", request.tokens),
+    }
+    name, value = options.get(backend, ("--vectors", request.vectors))
+    if value is not None:
+        return
+    remedy = f"give them with {name}"
+    if request.delete is not None or request.merge:
+        remedy += ", or leave out --update, which --delete and --merge do not need"
+    raise UsageError(
+        f"--update: expected documents to add to {request.folder}, got none: {remedy}."
+    )
 
 
 def _change_segments(
@@ -1099,12 +1123,7 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpda
 
     Returns:
         See :func:`_change`.
-
-    Raises:
-        UsageError: if ``--update`` is given without ``--data``.
     """
-    if request.update and request.data is None:
-        raise UsageError("--update: a BM25 index needs the new documents: give them with --data.")
     output = request.folder
     with lock_path(output), _options.option_errors(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)

@@ -293,6 +293,14 @@ def test_a_page_over_the_limit_of_pixels_is_rendered_at_fewer_dots_per_inch(fold
     assert page.image(dpi=72, max_pixels=100_000).size == (200, 100)
 
 
+def test_page_ranges_without_pages_are_named_before_damaged_files(tmp_path: Path) -> None:
+    save(tmp_path / "pages" / "good.png")
+    (tmp_path / "pages" / "a.pdf").write_bytes(b"")
+
+    with pytest.raises(DataError, match=r"in the range of pages.*1 damaged file, such as a\.pdf"):
+        open_page_folder(tmp_path / "pages", PageRanges.parse("7"))
+
+
 def test_an_encrypted_pdf_is_named_so(tmp_path: Path) -> None:
     save(tmp_path / "pages" / "good.png")
     BROKEN_PAGES["encrypted PDF"](tmp_path / "pages")

@@ -268,12 +268,21 @@ def _no_pages_message(
         unread_files: name of a file that could not be opened -> reason.
         page_ranges: the pages that were asked for; None for all.
     """
-    expected = f"{path}: expected pages of PDFs and images ({', '.join(PAGE_SUFFIXES)})"
-    if unread_files:
-        files = "file" if len(unread_files) == 1 else "files"
-        name, reason = next(iter(unread_files.items()))
-        return f"{expected}, got {len(unread_files)} damaged {files}, such as {name}: {reason}"
-    message = f"{expected}, got none"
+    message = f"{path}: expected pages of PDFs and images ({', '.join(PAGE_SUFFIXES)}), got "
     if page_ranges is not None:
-        return f"{message} in the range of pages. Choose another range."
-    return f"{message}. Add some."
+        message += "none in the range of pages. Choose another range."
+        if unread_files:
+            message += f" Not opened: {_damaged_files(unread_files)}"
+        return message
+    return message + (_damaged_files(unread_files) if unread_files else "none. Add some.")
+
+
+def _damaged_files(unread_files: dict[str, str]) -> str:
+    """Return the number of damaged files, and the name and reason of the first one.
+
+    Args:
+        unread_files: name of a file that could not be opened -> reason; at least one.
+    """
+    files = "file" if len(unread_files) == 1 else "files"
+    name, reason = next(iter(unread_files.items()))
+    return f"{len(unread_files)} damaged {files}, such as {name}: {reason}"
