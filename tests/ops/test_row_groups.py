@@ -217,6 +217,32 @@ def test_sizes_with_other_bits_are_not_used(
     assert grouped_linear(rows, torch.randn(8, 16)).shape == (9, 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("n_inputs", [128, 257])
+def test_sizes_that_add_in_another_order_are_not_used_in_16_bits(
+    dtype: torch.dtype,
+    has_bias: bool,
+    n_inputs: int,
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    """Rounding to 16 bits would hide the difference for most random rows."""
+
+    def multiply_in_order(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        columns = range(rows.size(1))
+        sums = torch.zeros(rows.size(0), weight.size(0))
+        for column in reversed(columns) if rows.size(0) == 2 else columns:
+            sums += rows[:, column, None].float() * weight[:, column].float()
+        return (sums if bias is None else sums + bias.float()).to(rows.dtype)
+
+    _without_probes(monkeypatch, multiply_in_order)
+    weight = torch.randn(48, n_inputs).to(dtype)
+    sizes = usable_sizes(weight, has_bias=has_bias)
+    assert 2 not in sizes
+    assert {4, 6, 8, 4096} <= set(sizes)
+
+
 def test_sizes_whose_rows_depend_on_their_position_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,

@@ -16,6 +16,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 
+from tests.integrations.decoder_models import save_tiny_decoder
 from tests.integrations.multi_vector_models import build_colbert
 from tests.integrations.splade_models import FP32_BUDGET, assert_close, build_tiny_splade
 from tests.refusals import refused
@@ -208,6 +209,16 @@ def test_dense_vectors_have_the_same_bits_in_every_batch(
     model = _dense_model(dense_folder, pooling)
     accelerate(model, invariant=True)
     _assert_invariant(lambda texts: model.encode(texts, convert_to_tensor=True, batch_size=4))
+
+
+def test_a_text_of_one_token_has_the_same_bits_alone_in_a_gated_network(tmp_path: Path) -> None:
+    """Its half of the columns is contiguous, for which GELU has another kernel on a CPU."""
+    transformer = Transformer(str(save_tiny_decoder("modernbert-decoder", tmp_path / "decoder")))
+    model = SentenceTransformer(modules=[transformer, Pooling(32, "lasttoken")], device="cpu")
+    accelerate(model, invariant=True)
+    vectors = model.encode(["x", "y", "the quick brown fox"], convert_to_tensor=True)
+    for text, vector in zip(["x", "y"], vectors[:2], strict=True):
+        assert torch.equal(model.encode(text, convert_to_tensor=True), vector)
 
 
 def _pad_to_16_rows(monkeypatch: pytest.MonkeyPatch) -> None:

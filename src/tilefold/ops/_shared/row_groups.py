@@ -96,10 +96,15 @@ _MOST_COMPARED_ROWS = 1024
 _PROBE_ROWS = 64
 # The sizes multiply these rows at positions that differ by this number.
 _PROBE_SHIFT = 3
+# Standard deviations of rows and weights whose products cancel, and of their bias. The remaining
+# rounding errors are then about as large as the bias, and within the range of fp16.
+_CANCELLING_SCALE = 8.0
+_CANCELLING_BIAS_SCALE = 2.0**-14
 # Multiply-adds that take as long on a GPU as the two kernels with which a layer pads its rows: in
 # fp32, and in 16 bits, where few rows of small weights take hardly less time than more.
 _FP32_PADDING_TIME = 1 << 27
 _HALF_PADDING_TIME = 1 << 31
+_HALF_BYTES = 2
 # To copy more rows, for padding, takes a GPU longer than one more group.
 _GPU_LARGEST_PADDED = 8192
 # A product that adds in the order of K takes about this many times as long as that of a library for
@@ -575,8 +580,9 @@ class _Probe:
     """Test of which numbers of rows give the same bits, by products of random rows.
 
     A product of some size multiplies the same few random rows, repeated until the size is reached.
-    The reference is the largest size in whose product equal rows have equal results at all
-    positions. Another size is usable if its results equal those of the reference.
+    On a CPU in 16 bits, the products cancel, so that their bits show the order of additions. The
+    reference is the largest size in whose product equal rows have equal results at all positions.
+    Another size is usable if its results equal those of the reference.
 
     Attributes:
         sizes: the sizes that have not failed, ascending.
@@ -712,8 +718,40 @@ class _Probe:
 
         weight = random(kind.n_outputs, kind.n_inputs)
         bias = random(kind.n_outputs) if kind.has_bias else None
-        rows = random(_PROBE_ROWS, kind.n_inputs)[_probe_row_indices(size, shift, kind.device)]
-        return rows, weight, bias
+        rows = random(_PROBE_ROWS, kind.n_inputs)
+        if kind.device.type == "cpu" and kind.dtype.itemsize == _HALF_BYTES:
+            _cancel_products(rows, weight, bias, generator)
+        return rows[_probe_row_indices(size, shift, kind.device)], weight, bias
+
+
+def _cancel_products(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    generator: torch.Generator,
+) -> None:
+    """Change random operands in place, so that the exact products are 0 or the bias.
+
+    The computed products are then the rounding errors of their sums in fp32, which depend on the
+    order of addition. In other products, rounding to 16 bits hides nearly all of these errors.
+
+    Args:
+        rows: ``[R, K]`` in 16 bits.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+        generator: draws the pairs of columns that cancel each other.
+    """
+    n_inputs = rows.size(1)
+    columns = torch.randperm(n_inputs, generator=generator, device=rows.device)
+    n_pairs = n_inputs // 2
+    first, second = columns[:n_pairs], columns[n_pairs : 2 * n_pairs]
+    rows *= _CANCELLING_SCALE
+    weight *= _CANCELLING_SCALE
+    rows[:, second] = rows[:, first]
+    weight[:, second] = -weight[:, first]
+    weight[:, columns[2 * n_pairs :]] = 0  # the last column of an odd number
+    if bias is not None:
+        bias *= _CANCELLING_BIAS_SCALE
 
 
 def _probe_row_indices(size: int, shift: int, device: torch.device) -> Tensor:
