@@ -64,9 +64,10 @@ def test_a_row_has_the_same_bits_with_any_other_rows(
     dtype: torch.dtype,
     has_bias: bool,
 ) -> None:
-    rows = torch.randn(300, n_inputs).to(device, dtype)
-    weight = torch.randn(40, n_inputs).to(device, dtype)
-    bias = torch.randn(40).to(device, dtype) if has_bias else None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(300, n_inputs, generator=generator).to(device, dtype)
+    weight = torch.randn(40, n_inputs, generator=generator).to(device, dtype)
+    bias = torch.randn(40, generator=generator).to(device, dtype) if has_bias else None
     together = grouped_linear(rows, weight, bias)
     for start in range(0, 290, 37):
         for n_rows in (1, 2, 5, 9):
