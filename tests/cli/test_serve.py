@@ -4,6 +4,7 @@ and ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from tests import programs
 from tests.cli.program import fails
@@ -29,6 +30,7 @@ from tilefold.cli import serve as serve_command
 from tilefold.cli._common import CommandError
 from tilefold.cli.serve import ServeRequest, _load_service
 from tilefold.integrations import sentence_transformers as sentence_transformers_integration
+from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes.backbone import minilm_path
 from tilefold.retrieval import DenseIndex, encode_dense_collection, open_dense
 from tilefold.retrieval.data.collection import Collection, Document
@@ -379,3 +381,20 @@ def test_more_connections_than_files_are_refused_and_fill_no_log(
         message,
     )
     assert len(lines) < 8, lines[:20]
+
+
+def test_the_weights_of_a_model_are_freed_when_it_is_not_served_any_more(masked_lm: str) -> None:
+    """Without the garbage collector, from which a server exempts its objects."""
+    model = SparseEncoder(masked_lm, device="cpu")
+    accelerate(model)
+    weights = [*model.parameters(), *model.buffers()]
+    encoder = serve_command._served_encoder(model, "exact", "model")
+    del model
+    gc.freeze()
+    try:
+        assert encoder.model.encode_document(["a"]).shape[0] == 1
+        assert all(weight.numel() for weight in weights)
+        del encoder
+        wait_until(lambda: not any(weight.numel() for weight in weights))
+    finally:
+        gc.unfreeze()

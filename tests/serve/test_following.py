@@ -252,14 +252,14 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_lock_of_py
     expected = first.index.search(rows[:2, 0], 5)
     may_drop = threading.Event()
     dropped = threading.Event()
-    drop = following._drop
+    drop = following.drop_memory
 
     def drop_and_tell(references: list[torch.Tensor]) -> None:
         assert may_drop.wait(20)
         drop(references)
         dropped.set()
 
-    monkeypatch.setattr(following, "_drop", drop_and_tell)
+    monkeypatch.setattr(following, "drop_memory", drop_and_tell)
     following._free_without_lock(first)
     del first
     may_drop.set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import socket
 import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 from tilefold import retrieval
+from tilefold._internal.memory import drop_memory
 from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
@@ -859,7 +863,29 @@ def _served_encoder(model: Model, backend: str, name: str) -> Served:
         kind = "dense"
     elif backend == LATE:
         kind = "multi-vector"
-    return Served(model, kind, name)
+    served = Served(model, kind, name)
+    finalizer = weakref.finalize(served, _free_model, model)
+    finalizer.atexit = False
+    return served
+
+
+def _free_model(model: Model) -> None:
+    """Free the memory of a model that is not served any more, in a thread.
+
+    Models are in reference cycles, and a server exempts its objects from garbage collection. The
+    weights of the first model would stay in memory until the server ends.
+
+    Args:
+        model: the model, which nothing uses any more.
+    """
+
+    def free() -> None:
+        restore(model)  # deletes CUDA graphs
+        drop_memory(itertools.chain(model.parameters(), model.buffers()))
+
+    from tilefold.integrations.sentence_transformers import restore
+
+    threading.Thread(target=free, name="tilefold-free-model", daemon=True).start()
 
 
 def _load_bm25(path: Path) -> Any:

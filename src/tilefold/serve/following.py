@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilefold._internal.memory import free_device_bytes, memory_left
+from tilefold._internal.memory import drop_memory, free_device_bytes, memory_left
 from tilefold.retrieval.common.files import FileIdentity
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.generations import (
@@ -381,10 +381,7 @@ class IndexFollower:
 def _free_without_lock(searchable: Searchable) -> None:
     """Let files that a generation has mapped into memory be freed without Python's lock.
 
-    The files are freed once no other generation uses them either. Python holds its lock while it
-    frees an object, and the system takes long to unmap a large file in a process with many threads:
-    all threads waited for 0.09 s for a dense index of 150 MB on 12 cores. Functions of torch run
-    without the lock, so one of them drops the last reference to a tensor.
+    They are freed once no other generation uses them either, see :func:`drop_memory`.
 
     Args:
         searchable: a generation that is going to be replaced.
@@ -401,15 +398,9 @@ def _drop_later(references: list[Tensor]) -> None:
     Args:
         references: tensors that nothing else uses.
     """
-    timer = threading.Timer(_DROP_SECONDS, _drop, [references])
+    timer = threading.Timer(_DROP_SECONDS, drop_memory, [references])
     timer.daemon = True
     timer.start()
-
-
-def _drop(references: list[Tensor]) -> None:
-    """Make tensors empty, which drops their memory without Python's lock."""
-    for tensor in references:
-        tensor.set_(tensor.new_empty(0).untyped_storage())
 
 
 def _memory_message(memory: str, needed_bytes: int, free_bytes: int) -> str:
