@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 
 from tests.serve.running import Client, Reply, serving, wait_until
 from tilefold import retrieval as r
+from tilefold._internal.memory import drop_memory
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.index.merging import merge_segments, update_index
@@ -252,11 +253,10 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_lock_of_py
     expected = first.index.search(rows[:2, 0], 5)
     may_drop = threading.Event()
     dropped = threading.Event()
-    drop = following.drop_memory
 
     def drop_and_tell(references: list[torch.Tensor]) -> None:
         assert may_drop.wait(20)
-        drop(references)
+        drop_memory(references)
         dropped.set()
 
     monkeypatch.setattr(following, "drop_memory", drop_and_tell)
