@@ -333,7 +333,9 @@ def test_query_ids_that_a_run_cannot_hold_are_refused_before_the_search(
             "--resamples: expected an integer of at least 99",
             id="too few resamples",
         ),
-        pytest.param(["good", "none"], [], "run: there is no file", id="missing run"),
+        pytest.param(
+            ["good", "none"], [], "run: expected a run, but there is no file", id="missing run"
+        ),
         pytest.param(
             ["good", "bad"],
             ["--split", "dev"],

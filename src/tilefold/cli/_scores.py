@@ -244,8 +244,9 @@ def read_run(path: Path, option: str) -> NamedRun:
     from tilefold.retrieval.evaluation.measures import read_trec_provenance, read_trec_run
 
     if not path.is_file():
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
         raise UsageError(
-            f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.",
+            f"{option}: expected a run, but {problem}; tilefold evaluate --save-run writes one.",
         )
     run = read_trec_run(path)
     provenance = read_trec_provenance(path)

@@ -205,6 +205,17 @@ def test_a_byte_that_is_not_utf8_is_reported_by_line_and_position(
         r.load_beir(beir)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_utf16_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path,
+    encoding: str,
+) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text('\ufeff{"_id": "a", "text": "x"}\n', encoding=encoding)
+    with pytest.raises(DataError, match="Convert it: iconv -f UTF-16 -t UTF-8"):
+        r.load_documents(path)
+
+
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\rb", ""])
 def test_ids_that_the_layout_cannot_hold_are_not_saved(name: str, tmp_path: Path) -> None:
     collection = r.Collection(

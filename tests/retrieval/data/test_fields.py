@@ -205,11 +205,15 @@ def test_csv_keeps_commas_quotes_line_breaks_and_long_fields(tmp_path: Path) -> 
             r":1: expected distinct column names, got 'id' twice",
             id="name twice",
         ),
-        pytest.param("id;text\na;x\n", r":2: expected fields .*got 'id;text'", id="semicolons"),
+        pytest.param(
+            "id;text\na;x\n", r":1: expected columns .*by commas, got 'id;text'", id="semicolons"
+        ),
         pytest.param(
             'id,text\n"a\nb",x\n"a\nb",y\n', r":4: 'id' 'a\\nb' is a duplicate", id="id twice"
         ),
-        pytest.param("id,text\n", "expected at least one line", id="names alone"),
+        pytest.param(
+            "id,text\n", "expected at least one line with a row, got none", id="names alone"
+        ),
     ],
 )
 def test_malformed_csv_is_refused_at_its_line(tmp_path: Path, content: str, message: str) -> None:

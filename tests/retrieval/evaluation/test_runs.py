@@ -69,7 +69,7 @@ def test_a_run_that_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:
         ),
         pytest.param(
             b"q Q0 a 2 0.5 tag",
-            r":2: document 'a' was already given for query 'q'",
+            r":2: document 'a' was already given for query 'q'. Keep one",
             id="document twice",
         ),
         pytest.param(

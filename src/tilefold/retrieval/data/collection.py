@@ -726,7 +726,9 @@ def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
 def _require_rows(rows: dict[str, T], path: Path) -> dict[str, T]:
     """Return the rows of a file, or raise ``DataError`` if there are none."""
     if not rows:
-        raise DataError(f"{path}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
+        raise DataError(
+            f"{path}: expected at least one line with a row, got none. {BEIR_LAYOUT}",
+        )
     return rows
 
 

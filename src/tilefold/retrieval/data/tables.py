@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import gzip
@@ -125,7 +126,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                     raise DataError(
                         f"{path}:{number}: expected UTF-8 text, got the byte "
                         f"{line[error.start]:#04x} at byte {line_start + error.start} of the text. "
-                        "Convert it: iconv -f LATIN1 -t UTF-8",
+                        f"Convert it: iconv -f {_encoding_of(line)} -t UTF-8",
                     ) from error
                 yield number, text
                 line_start += len(line)
@@ -133,6 +134,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(
             f"{path}: expected a complete gzip file, got a damaged one ({error}). Fetch it again.",
         ) from error
+
+
+def _encoding_of(line: bytes) -> str:
+    """Return the name of the encoding of a line that is not UTF-8, for ``iconv``.
+
+    A byte order mark at the start of a file tells UTF-16. Otherwise, LATIN1 is most likely.
+    """
+    return "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
 
 
 def table_files(path: Path) -> list[Path]:
@@ -246,10 +255,16 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         strings.
 
     Raises:
-        DataError: if the CSV is malformed, or two columns have the same name.
+        DataError: if the CSV is malformed, two columns have the same name, or semicolons separate
+            the columns.
     """
     records = _csv_records(path)
     where, header = next(records, ("", []))
+    if len(header) == 1 and ";" in header[0]:
+        raise DataError(
+            f"{where}: expected columns that are separated by commas, got {header[0]!r}. Save the "
+            "file with commas instead of semicolons.",
+        )
     names = [name.strip() for name in header]
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)

@@ -610,7 +610,8 @@ def read_trec_run(path: str | Path) -> Run:
         scores = run.setdefault(query_id, {})
         if document_id in scores:
             raise DataError(
-                f"{location}: document {document_id!r} was already given for query {query_id!r}.",
+                f"{location}: document {document_id!r} was already given for query {query_id!r}. "
+                "Keep one line of the two.",
             )
         scores[document_id] = score
     return run

@@ -379,7 +379,8 @@ class BM25Index(FolderIndex):
         if not any(corpus.values()):
             raise ArgumentError(
                 "documents",
-                "expected at least one document with a word, got only documents without words.",
+                "expected at least one document with a word, got only documents without words. "
+                "Check that the field of the text is the right one.",
             )
         stemming = tokenize.record_stemming(documents.values())
         index = cls._build_from_words(corpus, options, provenance_of(documents), stemming)
