@@ -21,6 +21,7 @@ from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.inside import common, load_encoder, pending_shards, write_json
 from tests.recipes.small import SUBJECTS, small_collection
+from tilefold import cli
 from tilefold.recipes import loading
 from tilefold.retrieval import read_manifest, read_vectors, write_trec_run
 from tilefold.retrieval.data.collection import Collection, Document
@@ -230,6 +231,56 @@ def test_wide_characters_are_shown_in_80_columns(
     assert all(cell_len(line) <= 80 for line in lines)
 
 
+@pytest.fixture
+def unusual_texts(tmp_path: Path) -> tuple[str | Path, ...]:
+    """``--index`` and ``--data`` of documents with control characters and half a surrogate pair."""
+    documents = tmp_path / "unusual.jsonl"
+    rows = [
+        {"_id": "a\tb", "title": "\x1b[2Jcleared", "text": "card"},
+        {"_id": "half", "title": "half \ud83d of a pair", "text": "card"},
+    ]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    index = tmp_path / "unusual-index"
+    run_steps(("index", "--backend", "bm25", "--data", documents, "--output", index))
+    return ("--index", index, "--data", documents)
+
+
+def test_characters_that_a_terminal_cannot_show_are_escaped(
+    call: Call,
+    unusual_texts: tuple[str | Path, ...],
+) -> None:
+    output = done(call("search", "card", *unusual_texts)).out
+    assert "a\\tb" in output
+    assert "\\x1b[2Jcleared" in output
+    assert "half \\ud83d of a pair" in output
+
+
+def test_json_of_a_text_that_utf_8_cannot_encode_is_read_back(
+    call: Call,
+    unusual_texts: tuple[str | Path, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = ["\x1b[2Jcleared", "half \ud83d of a pair"]
+    one_query = measured(call("search", "card", *unusual_texts, "--json"))
+    assert [hit["title"] for hit in one_query["hits"]] == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("card\n"))
+    queries = measured(call("search", "-", *unusual_texts, "--json"))
+    assert [hit["title"] for hit in queries["hits"]] == expected
+
+
+def test_a_query_that_is_not_utf_8_is_refused(
+    call: Call,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    latin_1 = b"stra\xdfe".decode("utf-8", "surrogateescape")  # as Python reads a command line
+    search = ("--index", work / "index", "--model", work / "model")
+    message = r"expected UTF-8 text, got 'stra\udcdfe'"
+    fails(call("search", latin_1, *search), 2, f"query: {message}")
+    monkeypatch.setattr("sys.stdin", io.StringIO(latin_1 + "\n"))
+    fails(call("search", "-", *search), 2, f"line 1 of standard input: {message}")
+
+
 def test_progress_is_a_line_per_minute(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -372,6 +423,24 @@ def test_ctrl_c_before_a_shard_is_written(
         outcome = call(*encode_command, "--batch-size", "4", "--output", tmp_path)
     assert outcome.code == 130
     assert outcome.notes == NOTHING_SAVED.splitlines()
+
+
+@pytest.mark.parametrize("sends_sigterm", [False, True], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_before_the_command_starts_ends_it_without_a_traceback(
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    sends_sigterm: bool,
+) -> None:
+    def interrupt_imports(*_: object) -> int:
+        signal.raise_signal(signal.SIGTERM if sends_sigterm else signal.SIGINT)
+        time.sleep(10)  # the signal ends this wait
+        return 0
+
+    monkeypatch.setattr(cli, "_run", interrupt_imports)
+    outcome = call("info")
+    cause, code = ("Ended by SIGTERM", 143) if sends_sigterm else ("Interrupted", 130)
+    assert (outcome.code, outcome.err) == (code, f"{cause}. Nothing was kept.\n")
 
 
 def test_ctrl_c_during_a_search(call: Call, work: Path) -> None:

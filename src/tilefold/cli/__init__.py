@@ -70,7 +70,12 @@ def _run_until_signal(args: list[str], debug: bool) -> int:
         debug: whether unexpected errors are raised, so that their traceback is shown.
     """
     with TerminationHandler() as handler:
-        return _run(args, debug, handler)
+        try:
+            return _run(args, debug, handler)
+        except KeyboardInterrupt:  # before the command started, while modules were imported
+            sys.stderr.write(f"{_cause_of_interruption(by_sigterm=handler.received)}. ")
+            sys.stderr.write("Nothing was kept.\n")
+            return TERMINATED if handler.received else INTERRUPTED
 
 
 def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
@@ -126,9 +131,14 @@ def _report_interruption(*, by_sigterm: bool) -> None:
     outcome = "Nothing was kept."
     if any(has_finished_work() for has_finished_work in _common.finished_work_checks):
         outcome = "Finished work is kept: run the same command again to resume."
-    cause = "Ended by SIGTERM" if by_sigterm else "Interrupted"
+    cause = _cause_of_interruption(by_sigterm=by_sigterm)
     sentences = [f"{cause}. {outcome}", *(describe() for describe in _common.resume_notes)]
     _common.note(" ".join(sentences))
+
+
+def _cause_of_interruption(*, by_sigterm: bool) -> str:
+    """Return the words for the signal that has interrupted a command."""
+    return "Ended by SIGTERM" if by_sigterm else "Interrupted"
 
 
 def _run_command(args: list[str]) -> int:

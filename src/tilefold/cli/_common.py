@@ -7,6 +7,7 @@ import shlex
 import sys
 import threading
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from tilefold.retrieval.common.files import is_unicode
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.data.pages import PageRanges
 from tilefold.retrieval.errors import PrecisionWarning
@@ -83,7 +85,7 @@ def stderr() -> Console:
 
 def note(text: str, style: str | None = None) -> None:
     """Print a line on stderr."""
-    stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    stderr().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -115,8 +117,33 @@ def precision_warnings_as_notes() -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print a value as JSON on stdout, escaping only texts that UTF-8 cannot encode."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if not is_unicode(text):
+        text = json.dumps(value, indent=2)
+    sys.stdout.write(text + "\n")
+
+
+def printable(text: str) -> str:
+    """Escape the characters of a text that a terminal would execute or cannot show.
+
+    These are control characters, such as the escape sequences that move the cursor, and halves of
+    surrogate pairs, which UTF-8 cannot encode. Line breaks stay.
+    """
+    return "".join(
+        _backslash_escape(character) if _is_unprintable(character) else character
+        for character in text
+    )
+
+
+def _is_unprintable(character: str) -> bool:
+    """Return whether a character is half of a surrogate pair, or a control but no line break."""
+    return character != "\n" and unicodedata.category(character) in {"Cc", "Cs"}
+
+
+def _backslash_escape(character: str) -> str:
+    """Return a character as in a Python string, such as ``\\t`` or ``\\x1b``."""
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def shorten(text: str, cells: int) -> str:
@@ -137,7 +164,7 @@ def print_table(
     wrapped: Iterable[str] = (),
     **table_options: Any,
 ) -> None:
-    """Print a table on stdout.
+    """Print a table on stdout, whose title and cells are escaped by :func:`printable`.
 
     Args:
         columns: the titles of the columns.
@@ -152,7 +179,7 @@ def print_table(
 
     right_aligned_columns = set(right_aligned)
     wrapped_columns = set(wrapped)
-    table = Table(title=Text(title) if title else None, **table_options)
+    table = Table(title=Text(printable(title)) if title else None, **table_options)
     for column in columns:
         table.add_column(
             column,
@@ -160,7 +187,7 @@ def print_table(
             overflow="fold" if column in wrapped_columns else "ellipsis",
         )
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     stdout().print(table)
 
 

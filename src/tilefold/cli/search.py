@@ -20,6 +20,7 @@ from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
 from tilefold.cli._retrievers import SearcherParts
+from tilefold.retrieval.common.files import is_unicode, json_line
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.tables import check_queries_have_ids
 from tilefold.retrieval.errors import DataError
@@ -153,6 +154,7 @@ class SearchCommandRequest(
         if self.query is not None:
             if not self.query.strip():
                 raise UsageError("query: expected some words, got an empty text.")
+            _check_is_unicode(self.query, "query")
             refuse_options({"--queries": self.queries}, "cannot be combined with a query")
         if self.index is None:
             refuse_options(
@@ -510,12 +512,12 @@ def _print_hits_of_queries(
                 "precision": searcher.precisions,
                 "hits": hits,
             }
-            typer.echo(json.dumps(record, ensure_ascii=False))
+            typer.echo(json_line(record), nl=False)
         elif hits:
             _print_hits(text, hits)
         else:
             reason = _retrievers.reason_without_hits(searcher, search_request.where)
-            typer.echo(reason if request.has_one_query else f"{reason}: {text}")
+            typer.echo(reason if request.has_one_query else _common.printable(f"{reason}: {text}"))
     incomplete_hits.print_notes()
 
 
@@ -664,7 +666,25 @@ def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
         if line.strip():
             if request.ignore_identical_ids and "\t" not in line:
                 raise _missing_ids_error(f"line {number} is a text without a tab")
+            _check_is_unicode(line, f"line {number} of standard input")
             yield retrieval.query_of_line(line, number)
+
+
+def _check_is_unicode(query: str, source: str) -> None:
+    """Raise ``UsageError`` if a query has bytes that are not UTF-8.
+
+    Python reads such bytes of a command line, and of standard input in some locales, as halves of
+    surrogate pairs.
+
+    Args:
+        query: the query, or its line.
+        source: where the query comes from, for the error.
+    """
+    if not is_unicode(query):
+        raise UsageError(
+            f"{source}: expected UTF-8 text, got {query.strip()!r}. Use a "
+            "terminal with UTF-8, or convert the queries with iconv.",
+        )
 
 
 def _check_queries_have_ids(path: Path) -> None:
