@@ -83,6 +83,17 @@ def test_scores_are_computed_from_the_stored_numbers(
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_queries_in_fp64_score_quantized_documents(pairing: str, kind: str) -> None:
+    inputs = maxsim_inputs(3, 2, 5, 21, 40, pairing=pairing, layout="holes", dtype=torch.float64)
+    documents = quantize_tokens(inputs.documents, kind)
+    scores = maxsim(inputs.queries, documents, **inputs.layout, impl="tiled")
+    expected = maxsim(inputs.queries, documents, **inputs.layout, impl="reference")
+    assert scores.dtype == torch.float64
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+
+
 def document_count(target: Target) -> int:
     """Number of documents of a test of many: on a GPU, as many as kernels with warp roles need."""
     if INTERPRETED:

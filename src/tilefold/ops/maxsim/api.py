@@ -144,8 +144,8 @@ def maxsim(
 
     Products accumulate in fp32 (fp64 for fp64 input), and scores are fp32 (fp64). Among equal
     similarities the first document token gets the whole gradient. An empty query, and a document
-    without an unmasked token, score 0 without a gradient. NaN in an unmasked token gives NaN. The
-    values of masked tokens have no influence.
+    without an unmasked token, score 0 without a gradient (but see ``mask_mode``). NaN in an
+    unmasked token gives NaN. The values of masked tokens have no influence.
 
     Backward is bitwise deterministic. Forward saves 2 bytes per query token and pair for it (4 from
     65,536 document tokens on, and with a temperature). Kernels also save 4 bytes per normalized
@@ -170,8 +170,9 @@ def maxsim(
             vectors are not copied.
         reduction: ``"sum"``, or ``"mean"`` over the unmasked tokens of the query.
         mask_mode: how masked document tokens count. ``"exclude"`` leaves them out. ``"zero"`` gives
-            them a similarity of 0, like libraries that multiply by the mask. A masked query token
-            adds 0 in both.
+            them a similarity of 0, like libraries that multiply by the mask. With a temperature,
+            a document of L masked tokens then scores ``temperature * log L`` per query token. A
+            masked query token adds 0 in both.
         temperature: positive number for the smooth maximum, ``None`` for the maximum.
         normalize: divide every token vector by its Euclidean norm. A zero vector remains zero and
             has no gradient.

@@ -77,6 +77,7 @@ class SequenceTokens:
         counts: ``[N]`` int64 number of unmasked tokens of each sequence.
         unmasked_rows: rows of the unmasked tokens, or ``None`` if no token is masked.
         scale: ``[T, 1]`` factors of the rows, or ``None``.
+        vector_dtype: fp32 or fp64, the dtype of products. Rows of either side are converted to it.
     """
 
     rows: Tensor
@@ -86,6 +87,7 @@ class SequenceTokens:
     counts: Tensor
     unmasked_rows: Tensor | None
     scale: Tensor | None
+    vector_dtype: torch.dtype
 
     @cached_property
     def sequence_of_row(self) -> Tensor:
@@ -129,19 +131,20 @@ class SequenceTokens:
         return token_numbers if self.unmasked_rows is None else self.unmasked_rows[token_numbers]
 
     def vectors(self, start: int, stop: int) -> Tensor:
-        """Return the unmasked tokens ``start`` to ``stop`` as ``[n, D]`` in fp32 (fp64), scaled.
+        """Return the scaled vectors of the unmasked tokens ``start`` to ``stop``.
 
-        The result is a view if nothing is masked, converted or scaled.
+        They are ``[n, D]`` in ``vector_dtype``. The result is a view if nothing is masked,
+        converted or scaled.
         """
         if self.unmasked_rows is not None:
             return self.gather(self.unmasked_rows[start:stop])
-        rows = self.rows[start:stop].to(wide_dtype(self.rows.dtype))
+        rows = self.rows[start:stop].to(self.vector_dtype)
         return rows if self.scale is None else rows * self.scale[start:stop]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the token vectors of rows of any shape, ``[.., D]`` in fp32 (fp64), scaled."""
+        """Return the scaled vectors of rows of any shape, ``[.., D]`` in ``vector_dtype``."""
         flat_rows = rows.reshape(-1)
-        vectors = self.rows.index_select(0, flat_rows).to(wide_dtype(self.rows.dtype))
+        vectors = self.rows.index_select(0, flat_rows).to(self.vector_dtype)
         if self.scale is not None:
             vectors = vectors.mul_(self.scale.index_select(0, flat_rows))
         return vectors.view(*rows.shape, vectors.size(1))
@@ -152,7 +155,7 @@ class SequenceTokens:
         It is limited only if :meth:`vectors` copies them.
         """
         copied = (
-            self.rows.dtype != wide_dtype(self.rows.dtype)
+            self.rows.dtype != self.vector_dtype
             or self.unmasked_rows is not None
             or self.scale is not None
         )
@@ -191,6 +194,7 @@ def _sequence_tokens(
     length: int,
     normalize: bool,
     scale: Tensor | None,
+    vector_dtype: torch.dtype,
 ) -> SequenceTokens:
     """Number the unmasked tokens of queries or of documents.
 
@@ -201,6 +205,7 @@ def _sequence_tokens(
         length: number of rows of each padded sequence.
         normalize: whether rows are divided by their Euclidean norm.
         scale: ``[T]`` factors of the rows, or ``None``.
+        vector_dtype: dtype of products.
     """
     if cu_seqlens is None:
         starts = torch.arange(0, rows.size(0), length, device=rows.device)
@@ -224,6 +229,7 @@ def _sequence_tokens(
             counts=sizes,
             unmasked_rows=None,
             scale=factors,
+            vector_dtype=vector_dtype,
         )
     n_unmasked_before = pad(unmasked.cumsum(0), (1, 0))
     offsets = n_unmasked_before[starts]
@@ -235,6 +241,7 @@ def _sequence_tokens(
         counts=n_unmasked_before[starts + sizes] - offsets,
         unmasked_rows=unmasked.nonzero().squeeze(1),
         scale=factors,
+        vector_dtype=vector_dtype,
     )
 
 
@@ -270,6 +277,7 @@ def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
     Returns:
         The tokens of queries, and the tokens of documents.
     """
+    vector_dtype = wide_dtype(problem.queries.dtype)  # quantised documents do not determine it
     queries = _sequence_tokens(
         problem.queries,
         mask=problem.query_mask,
@@ -277,6 +285,7 @@ def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
         length=problem.query_length,
         normalize=problem.normalize,
         scale=problem.query_scale,
+        vector_dtype=vector_dtype,
     )
     documents = _sequence_tokens(
         problem.documents,
@@ -285,6 +294,7 @@ def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
         length=problem.document_length,
         normalize=problem.normalize,
         scale=problem.document_scale,
+        vector_dtype=vector_dtype,
     )
     return queries, documents
 
