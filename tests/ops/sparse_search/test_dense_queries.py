@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tests.ops.sparse_search.test_sparse_search import VOCABULARY, Problem, random_problem
-from tilefold.ops.sparse_search import sparse_topk, sparse_topk_of_dense
+from tilefold.ops.sparse_search import BlockedPostings, sparse_topk, sparse_topk_of_dense
 
 
 def dense_queries_of(problem: Problem) -> Tensor:
@@ -97,6 +97,22 @@ def test_no_queries_find_nothing(target: Target) -> None:
     assert scores.shape == documents.shape == (0, 4)
     assert term_counts.shape == (0,)
     assert documents.dtype == torch.int64
+    assert term_counts.dtype == torch.int32
+
+
+def test_terms_are_counted_without_documents(target: Target) -> None:
+    no_rows = torch.zeros(0, dtype=torch.int32)
+    postings = BlockedPostings.of(
+        torch.zeros(3, dtype=torch.int64),
+        no_rows,
+        no_rows.float(),
+        n_documents=0,
+        device=target.device,
+    )
+    queries = torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, -1.0]], device=target.device)
+    scores, documents, term_counts = sparse_topk_of_dense(postings, queries, 4, impl=target.impl)
+    assert scores.shape == documents.shape == (3, 0)
+    assert term_counts.tolist() == [2, 0, -1]
     assert term_counts.dtype == torch.int32
 
 

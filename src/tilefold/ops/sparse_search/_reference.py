@@ -162,10 +162,9 @@ def topk_of_dense(
         numbers of terms with a positive weight.
     """
     queries = tensors.queries
-    is_valid = ((queries >= 0) & (queries < float("inf"))).all(dim=1)  # False for NaN
-    term_counts = (queries > 0).sum(dim=1)
+    counts = term_counts(queries)
     term_order = tensors.term_order.long()
-    weights = torch.where(is_valid[:, None], queries, 0.0).index_select(1, term_order)
+    weights = torch.where(counts[:, None] >= 0, queries, 0.0).index_select(1, term_order)
     searched = SearchTensors(
         weights=weights,
         terms=tensors.term_order.expand_as(weights),
@@ -176,4 +175,17 @@ def topk_of_dense(
         allowed=tensors.allowed,
     )
     bits, documents = topk(searched, options)
-    return bits, documents, torch.where(is_valid, term_counts, -1).int()
+    return bits, documents, counts
+
+
+def term_counts(queries: Tensor) -> Tensor:
+    """Count the terms of dense queries with a positive weight.
+
+    Args:
+        queries: ``[Nq, V]`` fp32.
+
+    Returns:
+        ``[Nq]`` int32, -1 for a query with a weight that is negative, infinite or NaN.
+    """
+    is_valid = ((queries >= 0) & (queries < float("inf"))).all(dim=1)  # False for NaN
+    return torch.where(is_valid, (queries > 0).sum(dim=1), -1).int()

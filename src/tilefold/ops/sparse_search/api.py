@@ -216,8 +216,8 @@ def sparse_topk_of_dense(
     if not queries.numel() or not options.k:
         _check_dense_arguments(tensors, *options)
         shape = len(queries), options.k
-        term_counts = torch.zeros(len(queries), dtype=torch.int32, device=queries.device)
-        return queries.new_zeros(shape), term_counts.new_full(shape, -1).long(), term_counts
+        no_documents = torch.full(shape, -1, dtype=torch.int64, device=queries.device)
+        return queries.new_zeros(shape), no_documents, _reference.term_counts(queries)
     bits, documents, term_counts = DENSE_SEARCH(tensors, options, impl, _check_dense_arguments)
     return bits.view(torch.float32), documents, term_counts
 
