@@ -211,6 +211,17 @@ def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:
             "scores must be a floating-point tensor, got",
             id="integer scores",
         ),
+        *(
+            pytest.param(
+                function,
+                (torch.eye(3).to_sparse(),),
+                {},
+                TypeError,
+                r"scores must be a dense tensor, got layout .*; use scores.to_dense\(\)",
+                id=f"sparse scores of {function.__name__}",
+            )
+            for function in (flops, l1, l2, anti_zero)
+        ),
         pytest.param(
             l1,
             (torch.ones(3),),
@@ -615,11 +626,26 @@ def test_the_activated_loss_without_labels_is_zero() -> None:
     assert float(hidden.grad.abs().sum()) == 0
 
 
+def test_the_activated_loss_of_no_positions_is_zero_and_has_a_gradient() -> None:
+    hidden = torch.randn(0, 4, requires_grad=True)
+    loss = activated_lm_loss(hidden, torch.randn(5, 4), torch.zeros(0, dtype=torch.int64))
+    loss.total.backward()
+    assert float(loss.total.detach()) == 0
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (0, 4)
+
+
 def test_the_activated_loss_refuses_wrong_shapes_and_chunks() -> None:
     hidden = torch.randn(3, 4)
     weight = torch.randn(5, 4)
     labels = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"must fit together, got \[1, 3, 4\]"):
         activated_lm_loss(hidden[None], weight, labels)
+    with pytest.raises(ValueError, match=r"bias must have shape \[V\] with V=5, got \[4\]"):
+        activated_lm_loss(hidden, weight, labels, torch.zeros(4))
+    with pytest.raises(
+        TypeError, match=r"labels must have dtype int64, got int32; use labels.long"
+    ):
+        activated_lm_loss(hidden, weight, labels.int())
     with pytest.raises(ValueError, match="chunk must be at least 1"):
         activated_lm_loss(hidden, weight, labels, chunk=0)

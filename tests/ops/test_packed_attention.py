@@ -256,6 +256,25 @@ def test_offsets_of_another_dtype_are_refused() -> None:
         packed_softmax_attention(rows, rows, rows, offsets, 4)
 
 
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 5], r"got cu_seqlens\[-1\] = 5 with 4 tokens in query"),
+        ([0, 3], r"got cu_seqlens\[-1\] = 3 with 4 tokens in query"),
+        ([1, 4], r"got cu_seqlens\[0\] = 1"),
+        ([0, 3, 1, 4], r"got cu_seqlens\[2\] = 1 after 3"),
+        ([], r"cu_seqlens must be int32 of shape \[B \+ 1\], got torch.int32 of shape \[0\]"),
+    ],
+)
+def test_offsets_that_do_not_describe_the_rows_are_refused(
+    offsets: list[int],
+    message: str,
+) -> None:
+    rows = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=message):
+        packed_softmax_attention(rows, rows, rows, torch.tensor(offsets, dtype=torch.int32), 4)
+
+
 class StubHandle:
     """Handle of an activated flash attention that has no kernels."""
 

@@ -40,14 +40,19 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
         group: the ranks that hold other rows of the batch: a process group, ``"world"`` or None.
 
     Raises:
-        TypeError: if `scores` is not a floating-point tensor.
-        ValueError: if `scores` has another shape or layout, or `group` does not fit the layout.
+        TypeError: if `scores` is not a dense floating-point tensor.
+        ValueError: if `scores` has another shape, is distributed in another way, or `group` does
+            not fit it.
     """
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(
             f"scores must be a floating-point tensor, got {got}; pass the [B, V] output of a "
             "sparse encoder.",
+        )
+    if scores.layout != torch.strided:
+        raise TypeError(
+            f"scores must be a dense tensor, got layout {scores.layout}; use scores.to_dense().",
         )
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")

@@ -20,7 +20,7 @@ from tilefold.distributed.collectives import (
     sum_over_columns,
     sum_over_rows,
 )
-from tilefold.ops.checks import check_tensor
+from tilefold.ops.checks import check_dtype, check_shape, check_tensor
 
 
 def flops(
@@ -56,7 +56,8 @@ def flops(
         A scalar.
 
     Raises:
-        TypeError: if ``scores`` is not a floating-point tensor, or ``threshold`` is not a number.
+        TypeError: if ``scores`` is not a dense floating-point tensor, or ``threshold`` is not a
+            number.
         ValueError: if the threshold is negative, or a shape, DTensor placement or group is not
             supported.
 
@@ -319,7 +320,8 @@ def activated_lm_loss(
         ignore_index: label of positions that do not count; without any other, all parts are 0.
 
     Raises:
-        TypeError: if an argument is not a tensor, or an option is not a number.
+        TypeError: if an argument is not a tensor, labels are not int64, or an option is not a
+            number.
         ValueError: if shapes are inconsistent, or an option is out of range.
 
     Examples:
@@ -333,8 +335,7 @@ def activated_lm_loss(
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)
     check_tensor("labels", labels)
-    if bias is not None:
-        check_tensor("bias", bias)
+    check_dtype("labels", labels, (torch.int64,), "use labels.long().")
     check_number("activated_weight", activated_weight)
     check_integer("chunk", chunk)
     check_integer("ignore_index", ignore_index)
@@ -348,13 +349,16 @@ def activated_lm_loss(
             f"got {list(hidden.shape)}, {list(weight.shape)} and {list(labels.shape)}; "
             "flatten batch and positions, and shift the labels.",
         )
+    if bias is not None:
+        check_shape("bias", check_tensor("bias", bias), "V", V=len(weight))
     if chunk < 1 or not activated_weight >= 0:  # a NaN is refused too
         raise ValueError(
             "chunk must be at least 1 and activated_weight at least 0, "
             f"got {chunk} and {activated_weight}.",
         )
     sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    sums = hidden.new_zeros(3, dtype=sum_dtype)
+    # From hidden, so that a batch without positions has a gradient, too.
+    sums = hidden.new_zeros(3, dtype=sum_dtype) + hidden[:0].sum()
     for start in range(0, len(hidden), chunk):
         positions = slice(start, start + chunk)
         # hidden, weight and bias are arguments, so that the recomputation gives them gradients

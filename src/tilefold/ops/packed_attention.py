@@ -14,7 +14,7 @@ from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold.ops._shared.autocast import autocast_dtype
-from tilefold.ops._shared.checks import dtype_name
+from tilefold.ops._shared.checks import check_cu_seqlens, check_tensor, dtype_name
 from tilefold.ops._shared.fallback import FallbackWarning
 from tilefold.ops._shared.internals import (
     AttentionOptions,
@@ -60,7 +60,8 @@ def packed_softmax_attention(
         key: ``[T, Hkv, D]``. Hkv divides H: consecutive heads of ``query`` share a head of ``key``
             and ``value`` (grouped-query attention). Flash attention and the CPU do not copy them.
         value: ``[T, Hkv, D]``.
-        cu_seqlens: int32 ``[B + 1]``, from 0 to T, of any stride, on the device of ``query``.
+        cu_seqlens: int32 ``[B + 1]``, from 0 to T, of any stride, on the device of ``query``. Their
+            values are checked on the CPU only, since reading them would wait for a GPU.
         max_seqlen: at least the length of the longest sequence.
         scale: factor of the scores; ``D ** -0.5`` by default.
         window: largest distance of a query and a key; no limit by default.
@@ -71,15 +72,16 @@ def packed_softmax_attention(
         ``[T, H, D]`` in the dtype of ``query``, or of autocast.
 
     Raises:
-        ValueError: if a shape is wrong, or the offsets are not int32.
-        TypeError: if the dtypes differ without autocast.
+        ValueError: if a shape is wrong, or the offsets are not int32, or do not describe the rows.
+        TypeError: if the offsets are not a tensor, or the dtypes differ without autocast.
     """
     _check_shapes(query, key, value)
     query, key, value = _in_one_dtype(query, key, value)
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(
             f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape "
-            f"{list(cu_seqlens.shape)}.",
+            f"{list(cu_seqlens.shape)}; use cu_seqlens.int().",
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
@@ -284,6 +286,7 @@ def _attend_by_sequence(qkv: Heads, cu_seqlens: Tensor, options: AttentionOption
         cu_seqlens: int32 ``[B + 1]``.
         options: which keys a query attends to, the scale and the dropout.
     """
+    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv[0].size(0), "query", "tokens")
     lengths = cu_seqlens.diff().tolist()
     queries, keys, values = (  # [H, L, D] or [Hkv, L, D] of each sequence
         torch.split(operand.transpose(0, 1), lengths, dim=1) for operand in qkv

@@ -383,6 +383,13 @@ def test_an_alpha_out_of_range_is_refused(alpha: Any) -> None:
             id="dim out of range",
         ),
         pytest.param(
+            (torch.tensor(1.0),),
+            {},
+            ValueError,
+            r"x must have at least one dimension, got shape \[\]; use x.view\(1\)",
+            id="no dimension",
+        ),
+        pytest.param(
             ([1.0],),
             {},
             TypeError,

@@ -148,6 +148,8 @@ def _check_arguments(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Ch
     x, alpha = tensors
     check_tensor("x", x)
     check_dtype("x", x, FLOAT_DTYPES, "cast it with .float() or another of these.")
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, got shape []; use x.view(1).")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(
             f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got "
