@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from sentence_transformers import MultiVectorEncoder
 
 from tests.serve.page_service import PageParts, make_page_parts
 from tests.serve.running import Client, Reply, serving
@@ -33,6 +34,8 @@ from tilefold.serve.forms import parse_form
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
+from tilefold.testing.page_models import save_page_model
+from tilefold.testing.synthetic_pages import random_words
 
 QUERY = "some words"
 MAX_PIXELS = 200_000
@@ -160,6 +163,25 @@ def test_images_that_cannot_be_encoded_are_refused(
 ) -> None:
     reply = client.post("/embed_all", {"inputs": [{"image": image}]})
     assert (reply.status, message in reply.json["error"]) == (status, True), reply.json
+
+
+@pytest.fixture(scope="module")
+def qwen_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A server with the architecture of ColQwen2, whose processor refuses narrow images."""
+    folder = save_page_model(tmp_path_factory.mktemp("qwen"), "colqwen2", words=random_words(60))
+    model: Any = MultiVectorEncoder(str(folder), device="cpu")
+    with serving(Service([Served(model, "multi-vector", "qwen")])) as running:
+        yield running
+
+
+def test_an_image_of_a_shape_that_the_model_refuses_is_an_error_of_the_request(
+    qwen_client: Client,
+) -> None:
+    narrow = {"image": encoded(Image.new("RGB", (1, 1000)))}
+    reply = qwen_client.post("/embed_all", {"inputs": [narrow]})
+    assert (reply.status, reply.json["error_type"]) == (422, "Validation")
+    assert "the model takes no image of 1 x 1000 pixels: " in reply.json["error"]
+    assert qwen_client.post("/embed_all", {"inputs": [{"image": encoded(page())}]}).status == 200
 
 
 def png(image: Any) -> bytes:

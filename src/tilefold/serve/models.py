@@ -346,9 +346,18 @@ class Served:
         """Return the number of tokens of an image, without preprocessing it. Any thread may call.
 
         transformers computes it for vLLM, from the size of the image.
+
+        Raises:
+            ServeError: if the model refuses images of this size, for example very narrow ones.
         """
-        size = (image.image.height, image.image.width)
-        counts = self.model.processor._get_num_multimodal_tokens(image_sizes=[size])
+        width, height = image.image.size
+        try:
+            counts = self.model.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        except ValueError as error:
+            raise ServeError(
+                "Validation",
+                f"the model takes no image of {width} x {height} pixels: {error}",
+            ) from error
         return int(counts["num_image_tokens"][0])
 
     def is_quick(self, tokens: int) -> bool:
