@@ -63,7 +63,7 @@ def test_an_index_of_another_kind_is_never_replaced(
     output = tmp_path / "index"
     shutil.copytree(shared / "bm25", output)
     build = ("index", *sources(EXACT, shared), "--output", output, "--overwrite")
-    fails(call(*build), 1, "got one with other files", "nothing was overwritten")
+    fails(call(*build), 1, "got one with other files", "or move the other files away")
     assert contents(output) == contents(shared / "bm25")
 
 

@@ -363,8 +363,8 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
     other_files = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
     if other_files:
         raise FileExistsError(
-            f"{expected} one with other files ({', '.join(other_files[:3])}). Choose another path; "
-            "nothing was overwritten.",
+            f"{expected} one with other files ({', '.join(other_files[:3])}). Choose another path, "
+            "or move the other files away; nothing was overwritten.",
         )
     if not overwrite and any(path.iterdir()):
         raise FileExistsError(
