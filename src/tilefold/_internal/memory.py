@@ -166,9 +166,9 @@ def drop_memory(tensors: Iterable[torch.Tensor]) -> None:
     """Make tensors empty, without Python's lock.
 
     Their memory is freed unless other tensors use it too. Python holds its lock while it frees an
-    object, and the system takes long to unmap a large file in a process with many threads: all
-    threads waited for 0.09 s for a file of 150 MB on 12 cores. Functions of torch run without the
-    lock, so here one of them drops the last reference.
+    object, so that all threads wait if the system needs long for that, as it may for a large mapped
+    file in a process on many cores. Functions of torch run without the lock, so here one of them
+    drops the last reference.
 
     Args:
         tensors: tensors that nothing reads any more.

@@ -878,14 +878,15 @@ def _free_model(model: Model) -> None:
     Args:
         model: the model, which nothing uses any more.
     """
-
-    def free() -> None:
-        restore(model)  # deletes CUDA graphs
-        drop_memory(itertools.chain(model.parameters(), model.buffers()))
-
     from tilefold.integrations.sentence_transformers import restore
 
-    threading.Thread(target=free, name="tilefold-free-model", daemon=True).start()
+    def free() -> None:
+        """Delete the CUDA graphs of the model, and then its weights."""
+        restore(model)
+        drop_memory(itertools.chain(model.parameters(), model.buffers()))
+
+    # No daemon: torch may crash an interpreter that ends meanwhile.
+    threading.Thread(target=free, name="tilefold-free-model").start()
 
 
 def _load_bm25(path: Path) -> Any:

@@ -398,9 +398,8 @@ def _drop_later(references: list[Tensor]) -> None:
     Args:
         references: tensors that nothing else uses.
     """
-    timer = threading.Timer(_DROP_SECONDS, drop_memory, [references])
-    timer.daemon = True
-    timer.start()
+    # No daemon: torch may crash an interpreter that ends meanwhile.
+    threading.Timer(_DROP_SECONDS, drop_memory, [references]).start()
 
 
 def _memory_message(memory: str, needed_bytes: int, free_bytes: int) -> str:
