@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
-from tilefold._internal.termination import Terminated, TerminationHandler
+from tilefold._internal.termination import (
+    Terminated,
+    TerminationHandler,
+    raise_if_terminated,
+)
+from tilefold.cli import _common
 
 
 class SignalledInDestructor:
@@ -79,6 +84,33 @@ def test_a_signal_in_a_destructor_is_not_lost(
         interrupted = SignalledInDestructor(number)
         del interrupted
         wait()
+
+
+def receive_sigterm_and_go_on() -> None:
+    """Receive SIGTERM in code that swallows every exception, as a library may do."""
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait()
+
+
+def test_a_sigterm_that_a_library_swallowed_ends_the_work_between_its_parts() -> None:
+    with default_action(), TerminationHandler():
+        raise_if_terminated()
+        receive_sigterm_and_go_on()
+        with pytest.raises(Terminated):
+            raise_if_terminated()
+    raise_if_terminated()
+
+
+@pytest.mark.parametrize("progress_bar", [_common.progress_bar, _common.resumable_progress_bar])
+def test_a_command_ends_at_its_next_report_of_progress(
+    progress_bar: Callable[[str], AbstractContextManager[Callable[[int, int], None]]],
+) -> None:
+    with default_action(), TerminationHandler(), progress_bar("encoding") as update:
+        update(1, 3)
+        receive_sigterm_and_go_on()
+        with pytest.raises(Terminated):
+            update(2, 3)
 
 
 def test_a_handler_of_the_program_stays() -> None:

@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from types import FrameType, TracebackType
+from typing import ClassVar
 
-__all__ = ["TERMINATED", "Terminated", "TerminationHandler"]
+__all__ = ["TERMINATED", "Terminated", "TerminationHandler", "raise_if_terminated"]
 
 TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended, as shells report it
 _REPEAT_SECONDS = 10.0  # another SIGTERM within this time is a repeat of the first one
@@ -28,14 +29,18 @@ class TerminationHandler:
     ``_REPEAT_SECONDS`` is ignored, so that it does not disturb the code that stores finished work.
 
     Python ignores an exception in a destructor or in a callback from C. If a SIGTERM, or the SIGINT
-    of Ctrl-C, arrives there, it is sent again.
+    of Ctrl-C, arrives there, it is sent again. A library may also catch the exception and go on:
+    long work calls :func:`raise_if_terminated` between its parts.
 
     The context does nothing outside the main thread, or if the program handles or ignores SIGTERM
     itself. In a forked child, such as a worker that loads data, SIGTERM ends the process as usual.
 
     Attributes:
+        entered: the object whose context this process is in; None outside of any.
         received: whether a SIGTERM has arrived.
     """
+
+    entered: ClassVar[TerminationHandler | None] = None
 
     def __init__(self) -> None:
         """Create the context; nothing is installed until it is entered."""
@@ -52,6 +57,7 @@ class TerminationHandler:
             self._previous_hook = sys.unraisablehook
             sys.unraisablehook = self._retry
             self._is_installed = True
+            TerminationHandler.entered = self
         return self
 
     def __exit__(
@@ -62,6 +68,7 @@ class TerminationHandler:
     ) -> None:
         """Restore the default handler of SIGTERM, if this object has replaced it."""
         if self._is_installed:
+            TerminationHandler.entered = None
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sys.unraisablehook = self._previous_hook
 
@@ -110,3 +117,19 @@ class TerminationHandler:
         timer = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number))
         timer.daemon = True
         timer.start()
+
+
+def raise_if_terminated() -> None:
+    """Raise :class:`Terminated` again if a SIGTERM has arrived and the program still runs.
+
+    Code between the signal and the command may swallow the first exception, for example by a bare
+    ``except`` of another library. Commands call this function whenever they report progress. It
+    does nothing outside the main thread and outside a :class:`TerminationHandler`.
+
+    Raises:
+        Terminated: if a SIGTERM has arrived.
+    """
+    handler = TerminationHandler.entered
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread and handler is not None and handler.received:
+        raise Terminated

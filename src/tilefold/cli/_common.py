@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from tilefold._internal.termination import raise_if_terminated
 from tilefold.retrieval.common.files import is_unicode
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.data.pages import PageRanges
@@ -246,11 +247,12 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
 
     Yields:
         A function that shows progress. It takes the number of finished items, their total, and an
-        optional remark.
+        optional remark. It ends the command if a SIGTERM has arrived.
     """
     with _progress_display(text, stderr()) as show:
 
         def update(done: int, total: int, remark: object = None) -> None:
+            raise_if_terminated()
             show(done, total, "" if remark is None else str(remark))
 
         yield update
@@ -277,6 +279,7 @@ def resumable_progress_bar(text: str, hint: str = "") -> Iterator[Callable[..., 
         def update(done: int, total: int, remark: object = None) -> None:
             """Show progress, after a line about earlier work at the first call."""
             nonlocal is_first_report
+            raise_if_terminated()
             if is_first_report and done:
                 state = "resumes" if done < total else "has nothing left to do"
                 line = f"{text} {state}: {done:,} of {total:,} were done before"
