@@ -22,6 +22,7 @@ from tests.integrations.splade_models import FP32_BUDGET, assert_close, build_ti
 from tests.refusals import refused
 from tilefold._internal.precision import set_precision
 from tilefold.integrations.sentence_transformers import (
+    _invariant,
     accelerate,
     encode_sparse,
     is_accelerated,
@@ -369,6 +370,22 @@ def test_norms_of_one_name_and_other_modules_are_compared_separately(
         with torch.no_grad():
             InvariantNorm(norm_class(8))(torch.ones(3, 8))
     assert len(row_groups._least_numbers) == 2
+
+
+def test_norms_that_run_as_one_kernel_keep_the_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+) -> None:
+    # On a CPU, the function of torch is composed of several kernels.
+    monkeypatch.setattr(_invariant, "runs_fused", lambda *_: not torch.is_grad_enabled())
+    model = build_tiny_splade("llama", tokenizer_folder)
+    expected = model.encode(_WORDS).to_dense()
+    accelerate(model, invariant=True)
+    monkeypatch.setattr(row_groups, "_least_numbers", {})
+    _assert_invariant(lambda texts: encode_sparse(model, texts).to_dense())
+    assert all("in one kernel" in kind.name for kind in row_groups._least_numbers)
+    assert row_groups._least_numbers
+    assert_close(model.encode(_WORDS).to_dense(), expected, FP32_BUDGET)
 
 
 def test_no_mode_watches_the_layers_of_an_invariant_model(

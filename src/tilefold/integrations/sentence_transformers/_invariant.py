@@ -36,6 +36,11 @@ from tilefold.integrations.sentence_transformers._heads import pipelines_of
 from tilefold.integrations.sentence_transformers._pooling import fused_forwards
 from tilefold.integrations.sentence_transformers.packing.accelerate import require_packed
 from tilefold.integrations.sentence_transformers.packing.inputs import on_device
+from tilefold.integrations.sentence_transformers.packing.norms import (
+    FusedRMSNorm,
+    fused_rms_norm,
+    runs_fused,
+)
 from tilefold.integrations.transformers.networks import in_eval_mode
 from tilefold.integrations.transformers.packed import OFFSETS, PACKED
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
@@ -80,7 +85,18 @@ class InvariantLinear(Replacement):
 
 
 class InvariantNorm(Replacement):
-    """Replaces the forward of one norm, such as RMSNorm, which then pads few rows."""
+    """Replaces the forward of one norm, such as RMSNorm, which then pads few rows.
+
+    Args:
+        owner: the norm.
+
+    Attributes:
+        is_fusible: whether ``accelerate`` runs the norm as one kernel where it can.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__(owner)
+        self.is_fusible = isinstance(vars(owner).get("forward"), FusedRMSNorm)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Normalise the states; with gradients, as the class of the norm does.
@@ -95,6 +111,9 @@ class InvariantNorm(Replacement):
             return outputs
         # Norms of several architectures have one name, such as RMSNorm, and run other kernels.
         name = f"{type(norm).__module__}.{type(norm).__qualname__}"
+        if self.is_fusible and runs_fused(norm, hidden_states):
+            fused_forward = functools.partial(fused_rms_norm, norm)
+            return apply_rowwise(fused_forward, hidden_states, f"{name} in one kernel")
         return apply_rowwise(stock_forward, hidden_states, name)
 
 

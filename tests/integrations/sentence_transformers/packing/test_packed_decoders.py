@@ -23,7 +23,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.integrations.decoder_models import DECODERS, VOCABULARY, save_tiny_decoder
+from tests.integrations.decoder_models import DECODERS, VOCABULARY
 from tests.integrations.sentence_transformers.graphs.test_training import EagerStepGraph
 from tests.integrations.sentence_transformers.packing.test_packed_inputs import (
     gradients_of,
@@ -62,20 +62,6 @@ PAIRS = Dataset.from_dict(
     },
 )
 VARIANTS = [pytest.param(False, id="causal"), pytest.param(True, id="bidirectional")]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Returns the folder of a tiny decoder, which is saved at the first call."""
-    root = tmp_path_factory.mktemp("decoders")
-
-    def folder_of(kind: str, **options: Any) -> str:
-        name = "-".join([kind, *map(str, options.values())])
-        if not (root / name).exists():
-            save_tiny_decoder(kind, root / name, **options)
-        return str(root / name)
-
-    return folder_of
 
 
 def splade(folder: str, bidirectional: bool = False) -> SparseEncoder:

@@ -20,7 +20,7 @@ from sentence_transformers.base.modules import Dense, Router, Transformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, WordWeights
 
-from tests.integrations.decoder_models import DECODERS, VOCABULARY, save_tiny_decoder
+from tests.integrations.decoder_models import DECODERS, VOCABULARY
 from tests.integrations.sentence_transformers.packing.test_packed_inputs import gradients_of
 from tests.integrations.splade_models import five_steps, logged_losses, tiny_transformer
 from tests.refusals import refused
@@ -52,19 +52,6 @@ POOLINGS = [
         for pooling in ("lasttoken", "cls", "max", "weightedmean")
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Returns the folder of a tiny decoder, which is saved at the first call."""
-    root = tmp_path_factory.mktemp("decoders")
-
-    def folder_of(kind: str) -> str:
-        if not (root / kind).exists():
-            save_tiny_decoder(kind, root / kind)
-        return str(root / kind)
-
-    return folder_of
 
 
 def dense(folder: str, pooling: str = "lasttoken", side: str = "left") -> SentenceTransformer:
@@ -104,7 +91,7 @@ def assert_near(result: Any, expected: Any) -> None:
 def test_vectors_of_decoders_equal_those_of_the_stock_model(
     kind: str,
     side: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     model = dense(folders(kind), side=side)
     expected = model.encode(MANY_TEXTS)
@@ -118,7 +105,7 @@ def test_vectors_of_decoders_equal_those_of_the_stock_model(
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_equals_the_stock_one_with_and_without_the_prompt(
     pooling: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     model = dense(folders("llama"), pooling, side="right")
     for include_prompt in (True, False):
@@ -144,7 +131,7 @@ def test_vectors_of_an_encoder_equal_those_of_the_stock_model(tokenizer_folder: 
 def test_a_text_without_tokens_has_a_vector_of_zeros(
     position: int,
     pooling: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     model = dense(folders("llama"), pooling)
     expected = model.encode(TEXTS)
@@ -169,7 +156,7 @@ def test_a_text_without_tokens_has_a_vector_of_zeros(
 )
 def test_options_of_encode_have_the_stock_results(
     options: dict[str, Any],
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     model = dense(folders("llama"))
     expected = model.encode(MANY_TEXTS, **options)
@@ -183,7 +170,7 @@ def test_options_of_encode_have_the_stock_results(
         assert_near(result, expected)
 
 
-def test_token_vectors_are_those_of_the_stock_model(folders: Callable[[str], str]) -> None:
+def test_token_vectors_are_those_of_the_stock_model(folders: Callable[..., str]) -> None:
     model = dense(folders("llama"))
     expected = model.encode(TEXTS, output_value="token_embeddings")
     accelerate(model)
@@ -195,7 +182,7 @@ def test_token_vectors_are_those_of_the_stock_model(folders: Callable[[str], str
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_training_step_has_the_stock_loss_and_gradients(
     side: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     stock = dense(folders("llama"), side=side)
     packed = copy.deepcopy(stock)
@@ -213,7 +200,7 @@ def test_a_training_step_has_the_stock_loss_and_gradients(
 
 
 def test_a_training_has_the_stock_losses_and_restore_undoes_it(
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     losses = []
@@ -246,7 +233,7 @@ def test_a_training_has_the_stock_losses_and_restore_undoes_it(
 @pytest.mark.parametrize("storage", ["fp32", pytest.param("fp16", marks=pytest.mark.slow), "int8"])
 def test_a_collection_has_the_vectors_of_the_stock_model(
     storage: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     model = dense(folders("llama"))
@@ -264,7 +251,7 @@ def test_a_collection_has_the_vectors_of_the_stock_model(
 
 
 def test_a_model_with_other_modules_stays_padded_with_a_reason(
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     stock = dense(folders("llama"))
     weights = WordWeights(vocab=[str(number) for number in range(VOCABULARY)], word_weights={})
@@ -278,7 +265,7 @@ def test_a_model_with_other_modules_stays_padded_with_a_reason(
     assert not is_accelerated(model)
 
 
-def test_the_routes_of_a_router_are_packed(folders: Callable[[str], str]) -> None:
+def test_the_routes_of_a_router_are_packed(folders: Callable[..., str]) -> None:
     query, document = dense(folders("llama")), dense(folders("qwen3"), "mean")
     router = Router.for_query_document(
         query_modules=list(query),
@@ -291,7 +278,7 @@ def test_the_routes_of_a_router_are_packed(folders: Callable[[str], str]) -> Non
     assert_near(model.encode_document(MANY_TEXTS), expected[1])
 
 
-def test_quantize_is_refused(folders: Callable[[str], str]) -> None:
+def test_quantize_is_refused(folders: Callable[..., str]) -> None:
     refused(
         ValueError,
         "quantize must be None for a SentenceTransformer",

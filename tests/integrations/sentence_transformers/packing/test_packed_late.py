@@ -23,7 +23,7 @@ from sentence_transformers.multi_vector_encoder.losses import (
 )
 from torch import Tensor
 
-from tests.integrations.decoder_models import DECODERS, save_tiny_decoder
+from tests.integrations.decoder_models import DECODERS
 from tests.integrations.sentence_transformers.packing.test_packed_decoders import (
     BUDGET,
     MAX_LENGTH,
@@ -47,19 +47,6 @@ PAIRS = Dataset.from_dict(
 MOST_KINDS = [
     pytest.param(kind, marks=() if kind == "llama" else pytest.mark.slow) for kind in DECODERS
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Returns the folder of a tiny decoder, which is saved at the first call."""
-    root = tmp_path_factory.mktemp("decoders")
-
-    def folder_of(kind: str) -> str:
-        if not (root / kind).exists():
-            save_tiny_decoder(kind, root / kind)
-        return str(root / kind)
-
-    return folder_of
 
 
 def assert_vectors_near(vectors: list[Any], expected: list[Any]) -> None:
@@ -137,7 +124,7 @@ def test_a_training_has_the_stock_losses(
     settings: dict[str, Any],
     is_cached: bool,
     change: Callable[[MultiVectorEncoder], None] | None,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     losses = []
@@ -165,7 +152,7 @@ def test_a_training_has_the_stock_losses(
 @pytest.mark.parametrize("kind", MOST_KINDS)
 def test_restore_undoes_everything_and_checkpoints_are_stock(
     kind: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     model = colbert(folders(kind), "left")
@@ -191,7 +178,7 @@ def test_restore_undoes_everything_and_checkpoints_are_stock(
 def test_vectors_in_16_bits_are_as_near_to_exact_ones_as_those_of_the_stock_model(
     kind: str,
     dtype: torch.dtype,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     model = colbert(folders(kind), "left")
     exact = all_vectors(model)
@@ -212,7 +199,7 @@ def all_vectors(model: MultiVectorEncoder) -> Tensor:
 def test_lengths_at_the_limit_have_the_stock_vectors(
     side: str,
     n_tokens: int,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
 ) -> None:
     model = colbert(folders("llama"), side)
     text = "x" * n_tokens
@@ -228,7 +215,7 @@ def test_lengths_at_the_limit_have_the_stock_vectors(
 @pytest.mark.parametrize("storage", ["fp16", "int8"])
 def test_a_collection_has_the_stock_vectors_and_none_for_an_empty_text(
     storage: str,
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     model = colbert(folders("llama"), "left")
@@ -286,7 +273,7 @@ def save_as_pylate(model: MultiVectorEncoder, folder: Path, **settings: Any) -> 
 def test_a_checkpoint_of_pylate_has_the_stock_vectors(
     side: str,
     settings: dict[str, Any],
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     save_as_pylate(colbert(folders("llama"), side), tmp_path / "pylate", **settings)
@@ -302,7 +289,7 @@ def test_a_checkpoint_of_pylate_has_the_stock_vectors(
 
 
 def test_a_step_of_expanded_queries_has_the_stock_loss(
-    folders: Callable[[str], str],
+    folders: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     save_as_pylate(colbert(folders("llama"), "right"), tmp_path / "pylate")

@@ -43,6 +43,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
     padded_inputs,
     pads_inputs,
 )
+from tilefold.integrations.sentence_transformers.packing.norms import fuse_norms, separate_norms
 from tilefold.integrations.transformers.networks import largest_difference
 from tilefold.integrations.transformers.packed import (
     LONGEST,
@@ -220,8 +221,8 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
 def _install_packed_methods(routes: list[Route]) -> None:
     """Replace the methods that handle packed tokens in a Transformer and the modules after it.
 
-    These are ``preprocess`` and ``forward`` of the Transformer, and ``forward`` of masks of token
-    vectors and of poolings of a SentenceTransformer.
+    These are ``preprocess`` and ``forward`` of the Transformer, and ``forward`` of its RMSNorms, of
+    masks of token vectors and of poolings of a SentenceTransformer.
 
     Args:
         routes: all routes of the model that begin with this Transformer.
@@ -232,6 +233,7 @@ def _install_packed_methods(routes: list[Route]) -> None:
         transformer.model_forward_params = {*transformer.model_forward_params, *PACKED_KEYS}
     transformer.preprocess = PackedInputs(transformer)
     transformer.forward = PackedForward(transformer)
+    fuse_norms(transformer.model)
     for route in routes:
         for module in route:
             if "forward" in vars(module):
@@ -249,6 +251,7 @@ def _remove_packed_methods(transformer: Transformer) -> None:
     """
     del transformer.preprocess
     del transformer.forward
+    separate_norms(transformer.model)
     stop_packed(transformer.model)
 
 
