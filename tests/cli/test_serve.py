@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
@@ -389,12 +390,33 @@ def test_the_weights_of_a_model_are_freed_when_it_is_not_served_any_more(masked_
     accelerate(model)
     weights = [*model.parameters(), *model.buffers()]
     encoder = serve_command._served_encoder(model, "exact", "model")
+    with torch.inference_mode():  # as forwards of some models do
+        model.register_buffer("created_by_forward", torch.ones(2))
+    weights.append(model.created_by_forward)
     del model
     gc.freeze()
     try:
         assert encoder.model.encode_document(["a"]).shape[0] == 1
         assert all(weight.numel() for weight in weights)
         del encoder
+        wait_until(lambda: not any(weight.numel() for weight in weights))
+    finally:
+        gc.unfreeze()
+
+
+def test_the_weights_of_a_reranking_model_are_freed_when_it_is_not_served_any_more(
+    shared: Path,
+    masked_lm: str,
+) -> None:
+    tokens = str(shared / "tokens")
+    request = ServeRequest(model=masked_lm, index=shared / "index", tokens=tokens)
+    reranker = serve_command._load_reranker(request, tokens, encodes_texts=False)
+    assert reranker.model is not None
+    weights = list(reranker.model.model.parameters())
+    gc.freeze()
+    try:
+        assert all(weight.numel() for weight in weights)
+        del reranker
         wait_until(lambda: not any(weight.numel() for weight in weights))
     finally:
         gc.unfreeze()

@@ -175,6 +175,7 @@ def drop_memory(tensors: Iterable[torch.Tensor]) -> None:
     """
     import torch
 
-    with torch.no_grad():
+    # Buffers that a forward created, such as rotary frequencies, may only be changed in this mode.
+    with torch.inference_mode():
         for tensor in tensors:
             tensor.set_(tensor.new_empty(0).untyped_storage())

@@ -864,9 +864,18 @@ def _served_encoder(model: Model, backend: str, name: str) -> Served:
     elif backend == LATE:
         kind = "multi-vector"
     served = Served(model, kind, name)
-    finalizer = weakref.finalize(served, _free_model, model)
-    finalizer.atexit = False
+    _free_with(served)
     return served
+
+
+def _free_with(served: Served) -> None:
+    """Let the memory of a model be freed when it is not served any more.
+
+    Args:
+        served: the model, which only this server uses.
+    """
+    finalizer = weakref.finalize(served, _free_model, served.model)
+    finalizer.atexit = False
 
 
 def _free_model(model: Model) -> None:
@@ -956,4 +965,6 @@ def _load_reranker(request: ServeRequest, source: str, *, encodes_texts: bool) -
     name = source
     if tokens is not None:
         name = request.tokens_model or str(tokens.manifest.model_source)
-    return _Reranker(Served(model, "multi-vector", name), tokens)
+    served = Served(model, "multi-vector", name)
+    _free_with(served)
+    return _Reranker(served, tokens)
