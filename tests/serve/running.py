@@ -134,6 +134,7 @@ def hold_batch(
     model: Any,
     n_inputs: int,
     seconds: float = 20,
+    path: str = "/embed_sparse",
 ) -> Iterator[Future[Reply]]:
     """Keep the batch of one request in the model until the block is left.
 
@@ -142,6 +143,7 @@ def hold_batch(
         model: model whose forward pass waits.
         n_inputs: number of texts of the request.
         seconds: longest time that the forward pass waits.
+        path: the route of the request.
 
     Yields:
         The reply to the request, as a future.
@@ -155,7 +157,7 @@ def hold_batch(
 
     hook = model[0].register_forward_pre_hook(wait_for_release)
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(client.post, "/embed_sparse", {"inputs": ["held"] * n_inputs})
+        reply = pool.submit(client.post, path, {"inputs": ["held"] * n_inputs})
         try:
             assert entered.wait(20)
             yield reply

@@ -18,7 +18,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from tests.serve.running import Client, Reply, serving, wait_until
+from tests.serve.running import Client, Reply, hold_batch, serving, wait_until
 from tilefold import retrieval as r
 from tilefold._internal.memory import drop_memory
 from tilefold.retrieval.data.collection import Collection
@@ -28,10 +28,12 @@ from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.search.searcher import Searcher
 from tilefold.serve import following
 from tilefold.serve.app import create_app
+from tilefold.serve.document_log import DocumentLog
 from tilefold.serve.following import IndexFollower, IndexSource
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
+from tilefold.serve.writing import DocumentWriter
 
 ADMIN_KEY = "open sesame"
 NAME = "papers"
@@ -76,9 +78,10 @@ def following_server(
     *,
     watch_seconds: float = 0.05,
     open_generation: Callable[[Searchable, str], Searchable] | None = None,
+    takes_documents: bool = False,
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve an index folder, and follow its changes."""
+    """Serve an index folder, and follow its changes; with ``takes_documents``, also write them."""
 
     def reopen(served: Searchable, generation: str) -> Searchable:
         index = open_index(path, opened=served.index)
@@ -87,9 +90,11 @@ def following_server(
     generation = read_generation(path)
     searchable = Searchable(NAME, open_index(path), encoder, generation=generation.id)
     service = Service([] if encoder is None else [encoder], searchable=searchable)
-    del searchable
+    del searchable, encoder  # the server releases them if another generation takes over
     source = IndexSource(path, open_generation or reopen, watch_seconds)
-    IndexFollower(service, source, generation)
+    follower = IndexFollower(service, source, generation)
+    if takes_documents:
+        DocumentWriter(service, follower, DocumentLog(path))
     with serving(service, admin_key=ADMIN_KEY, **options) as client:
         yield Running(client, service, path)
 
@@ -570,6 +575,59 @@ def test_a_generation_of_another_model_takes_over_with_its_model(
         assert warmed_up == ["two-sided"]
         assert running.ids() == [hit.id for hit in expected]
         assert running.client.get("/info").json["model_id"] == "two-sided"
+
+
+@pytest.mark.parametrize("puts_document", [False, True], ids=["query in flight", "document"])
+def test_a_model_that_is_not_served_any_more_is_released(
+    puts_document: bool,
+    path: Path,
+    sparse: Any,
+    two_sided: Any,
+    collection: Collection,
+) -> None:
+    """A server's objects are frozen, so that reference counts must be enough."""
+    encoder = Served(sparse, "sparse", "tiny")
+    other = Served(two_sided, "sparse", "two-sided")
+    old_encoder = weakref.ref(encoder)
+
+    def open_with_other_model(served: Searchable, generation: str) -> Searchable:
+        return Searchable(NAME, open_index(path), other, generation=generation)
+
+    r.encode_collection(two_sided, collection.contents(), path.with_name("vectors"))
+    new_index = r.build_index(r.read_vectors(path.with_name("vectors")))
+    query = {"inputs": "csv files"}
+    with following_server(
+        path,
+        encoder,
+        watch_seconds=0,
+        open_generation=open_with_other_model,
+        takes_documents=puts_document,
+    ) as running:
+        del encoder
+        gc.disable()
+        try:
+            if puts_document:
+                document = {"documents": [{"id": "new", "text": "rows of a file"}]}
+                content = json.dumps(document).encode()
+                reply = running.client.request(
+                    "PUT",
+                    "/documents?wait=true",
+                    content,
+                    content_type="application/json",
+                    authorization=f"Bearer {ADMIN_KEY}",
+                )
+                assert reply.json["visible"], reply.raw
+                new_index.save(path, overwrite=True)
+                assert running.reload().status == 200
+            else:
+                with hold_batch(running.client, sparse, 1, path="/query/embed_sparse") as held:
+                    new_index.save(path, overwrite=True)
+                    assert running.reload().status == 200
+                assert held.result(20).status == 200
+            wait_until(lambda: old_encoder() is None)
+            assert running.client.post("/query/embed_sparse", query).status == 200
+        finally:
+            gc.enable()
 
 
 def test_searches_do_not_fail_while_generations_change(

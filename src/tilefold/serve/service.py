@@ -947,10 +947,13 @@ class Service:
         Returns:
             Input -> its answer.
         """
+        # Another generation may take over, with a cache of its own, before the inputs are encoded.
+        # Answers of the old model in the new cache would keep that model in memory.
+        cache = self._cache
         answers: dict[Input, Answer] = {}
         new_lengths: dict[Input, int] = {}
         for item, length in lengths.items():
-            cached = self._cache.get(key, item)
+            cached = cache.get(key, item)
             if cached is None:
                 new_lengths[item] = length
             else:
@@ -970,7 +973,7 @@ class Service:
             )
             futures.append(future)
         new_answers = dict(zip(new_lengths, await gather_or_cancel(futures), strict=True))
-        self._cache.put(key, new_answers)
+        cache.put(key, new_answers)
         answers.update(new_answers)
         return answers
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -203,7 +204,8 @@ class DocumentWriter:
         self._has_changes = asyncio.Event()
         self._progress = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
-        self._fingerprints: dict[Served, str] = {}
+        # A model that is no longer served must not stay in memory.
+        self._fingerprints: weakref.WeakKeyDictionary[Served, str] = weakref.WeakKeyDictionary()
         service.writer = self
         service.metrics.gauge("tilefold_pending_documents", lambda: float(log.n_pending))
 
@@ -511,7 +513,7 @@ class DocumentWriter:
         """
         if model not in self._fingerprints:
             fingerprint = await self.service.run_in_background(model_fingerprint, model.model)
-            self._fingerprints = {model: fingerprint}
+            self._fingerprints[model] = fingerprint
         served = Provenance(model_fingerprint=self._fingerprints[model])
         if "model_fingerprint" in provenance.differing_fields(served):
             raise DataError(
