@@ -1087,3 +1087,19 @@ def test_acknowledged_documents_survive_kills_of_the_server(
         assert client.get("/documents").json["failed"] == {}
     assert set(acknowledged) <= set(open_index(path).ids)
     verify_files(path)
+
+
+def test_an_index_whose_documents_were_all_deleted_takes_documents_without_a_merge(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "_MAX_SEGMENTS", -1)  # merges after each change
+    minilm = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
+    path = tmp_path / "index"
+    r.encode_dense_collection(minilm, {"first": "a text"}, tmp_path / "vectors")
+    r.DenseIndex.build(r.open_dense(tmp_path / "vectors")).save(path)
+    with writing_server(path, Served(minilm, "dense", "minilm")) as running:
+        assert running.put(NEW).json["error"] is None
+        assert running.delete("first", "parcels").json["error"] is None
+        assert running.put({**NEW, "id": "again"}).json["error"] is None
+        assert list(running.hits("label")) == ["again"]

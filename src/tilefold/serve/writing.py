@@ -416,8 +416,13 @@ class DocumentWriter:
             _logger.warning("the log of documents could not be compacted: %s", error)
 
     async def _merge_if_needed(self) -> None:
-        """Merge the segments of the index if there are many."""
-        if self.follower.n_segments > _MAX_SEGMENTS:
+        """Merge the segments of the index if there are many.
+
+        An index whose documents were all deleted is not merged: some kinds of indexes cannot be
+        empty.
+        """
+        is_empty = self.follower.served.index.n_documents == 0
+        if self.follower.n_segments > _MAX_SEGMENTS and not is_empty:
             arguments = ["--merge", "--output", str(self._index)]
             await self.service.run_in_background(self._run_index, arguments)
             await self._show_applied()

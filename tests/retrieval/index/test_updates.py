@@ -18,6 +18,7 @@ from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.index import segments as segments_module
+from tilefold.retrieval.index.checking import check_index
 from tilefold.retrieval.index.opening import open_index
 
 MakeVectors = Callable[..., r.SparseVectors]
@@ -427,6 +428,52 @@ def test_an_index_may_lose_all_its_terms_and_grow_again(backend: str, tmp_path: 
 
     r.update_index(path, r.SparseVectors.from_rows({"c": {0: 2.0}}, 2))
     assert found_ids() == ["c"]
+
+
+@pytest.mark.parametrize("backend", ["dense", "late"])
+def test_an_index_whose_documents_were_all_deleted_is_not_merged_and_can_grow_again(
+    backend: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "index"
+
+    def vectors_of(document_id: str) -> Any:
+        if backend == "dense":
+            return dense_folder(tmp_path / document_id, [document_id], seed=0)
+        return r.TokenVectors.pack([document_id], [torch.ones(1, 8)], 8, "fp16")
+
+    if backend == "dense":
+        r.DenseIndex.build(vectors_of("a")).save(path)
+    else:
+        r.LateIndex.build(vectors_of("a"), path)
+    r.update_index(path, delete=["a"])
+    with pytest.raises(DataError, match="all deleted. Add documents first"):
+        r.merge_segments(path)
+    assert open_index(path).n_documents == 0
+
+    r.update_index(path, vectors_of("b"))
+    assert r.merge_segments(path) == 1
+    assert list(open_index(path).ids) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param({"written": 0}, id="no parts"),
+        pytest.param({"parts": [{"folder": ""}], "written": 0}, id="no removed ids"),
+        pytest.param({"parts": ["00001"], "written": 1}, id="parts are texts"),
+        pytest.param({"parts": [], "written": "many"}, id="written is no number"),
+    ],
+)
+def test_a_damaged_list_of_parts_is_reported(content: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    r.build_index(r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: 1.0}}, 2)).save(path)
+    r.update_index(path, delete=["a"])
+    write_json_object(path / "segments" / "current.json", content)
+    with pytest.raises(DataError, match=r"current\.json: expected the folder and the removed ids"):
+        open_index(path)
+    (problem,) = check_index(path).damage
+    assert "current.json: expected the folder" in problem
 
 
 def test_an_updated_seismic_index_says_that_it_searches_on_the_cpu_only(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from tilefold.retrieval.common.provenance import (
 from tilefold.retrieval.data.documents import Document
 from tilefold.retrieval.data.metadata import Fields, check_fields_by_id, check_metadata
 from tilefold.retrieval.data.passages import document_of
-from tilefold.retrieval.errors import ArgumentDataError
+from tilefold.retrieval.errors import ArgumentDataError, DataError
+from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.index.changes import ChangeLog
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
@@ -457,6 +458,9 @@ def merge_segments(path: str | Path) -> int:
 
     Returns:
         The number of documents.
+
+    Raises:
+        DataError: if all documents of an index of dense or token vectors were deleted.
     """
     folder = path_of("path", path)
     with lock_path(folder.resolve()):
@@ -464,10 +468,26 @@ def merge_segments(path: str | Path) -> int:
         ChangeLog(folder).settle()
         index: Any = open_index(folder)
         if isinstance(index, Segments):
+            _check_has_documents(index, folder)
             with publishing(folder):
                 index = index.merged(folder)  # replaces an index of token vectors already
                 index.save(folder, overwrite=True)
     return int(index.n_documents)
+
+
+def _check_has_documents(segments: Segments, folder: Path) -> None:
+    """Raise ``DataError`` if the merged index would be empty, and its backend cannot be.
+
+    Args:
+        segments: the index.
+        folder: its folder, for the error.
+    """
+    if segments.backend in (DENSE, LATE) and not segments.n_documents:
+        raise DataError(
+            f"{folder}: expected an index with documents to merge, got one whose documents were "
+            "all deleted. Add documents first (tilefold index --update), or build the index again "
+            "(tilefold index --overwrite).",
+        )
 
 
 def _check_new_documents(

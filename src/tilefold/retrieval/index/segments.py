@@ -92,10 +92,19 @@ class PartList:
         content: Json = {"parts": [], "written": 0}
         if file.exists():
             content = read_json_object(file, REMEDY)
-        parts = [ListedPart(str(part["folder"]), set(part["removed"])) for part in content["parts"]]
+        try:
+            parts = [
+                ListedPart(str(part["folder"]), set(part["removed"])) for part in content["parts"]
+            ]
+            n_segments_written = int(content["written"])
+        except (KeyError, TypeError, ValueError) as error:  # a field is missing or has another type
+            raise DataError(
+                f"{file}: expected the folder and the removed ids of each part, and the number of "
+                f"written segments, got {content!r:.200}. {REMEDY}",
+            ) from error
         return cls(
             parts=parts or [ListedPart("", set())],
-            n_segments_written=int(content["written"]),
+            n_segments_written=n_segments_written,
             is_updated=bool(parts),
         )
 
