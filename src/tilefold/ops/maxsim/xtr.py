@@ -371,9 +371,8 @@ def _write_maxima(
             columns = (token_numbers - slab.start).view(-1)
             group_similarities = similarities.index_select(1, columns)
         document_similarities = group_similarities.view(n_query_tokens, *token_numbers.shape)
-        group_maxima, positions = document_similarities.max(
-            dim=2
-        )  # [C, n], positions in the group's L
+        # Both are [C, n]. Positions count the tokens of a document in the group.
+        group_maxima, positions = document_similarities.max(dim=2)
         winner_rows = documents.rows_of(token_numbers).gather(1, positions.T)  # [n, C]
         group_winners = winner_rows - documents.starts[group.documents][:, None]
         maxima[:, group.documents] = group_maxima
