@@ -244,7 +244,7 @@ def is_mapped(path: Path) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_lock_of_python(
+def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_gil(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -265,7 +265,7 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_lock_of_py
         dropped.set()
 
     monkeypatch.setattr(following, "drop_memory", drop_and_tell)
-    following._free_without_lock(first)
+    following._free_without_gil(first)
     del first
     may_drop.set()
     assert dropped.wait(20)
@@ -273,7 +273,7 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_lock_of_py
     assert second.index.search(rows[:2, 0], 5) == expected
     may_drop.clear()
     dropped.clear()
-    following._free_without_lock(second)
+    following._free_without_gil(second)
     del second
     assert is_mapped(file)  # until the thread drops the last reference
     may_drop.set()
@@ -366,7 +366,7 @@ def test_threads_give_way_more_often_while_a_generation_is_opened(
     last: r.SparseVectors,
     encoder: Served,
 ) -> None:
-    """Loading a model computes in Python for long, and requests need Python's lock often."""
+    """Loading a model computes in Python for long, and requests need the GIL often."""
     intervals = []
 
     def record_and_open(served: Searchable, generation: str) -> Searchable:

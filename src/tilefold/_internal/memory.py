@@ -163,12 +163,11 @@ def _with_parents(hierarchy: Path, path: str) -> Iterator[Path]:
 
 
 def drop_memory(tensors: Iterable[torch.Tensor]) -> None:
-    """Make tensors empty, without Python's lock.
+    """Make tensors empty, and free their memory without the GIL.
 
-    Their memory is freed unless other tensors use it too. Python holds its lock while it frees an
-    object, so that all threads wait if the system needs long for that, as it may for a large mapped
-    file in a process on many cores. Functions of torch run without the lock, so here one of them
-    drops the last reference.
+    Memory that other tensors use too is not freed. Python holds the GIL while it deletes an object.
+    All threads would wait while the system unmaps a large file, which may take long in a process on
+    many cores. Functions of torch release the GIL, so one of them drops the last reference here.
 
     Args:
         tensors: tensors that nothing reads any more.

@@ -894,7 +894,7 @@ def _free_model(model: Model) -> None:
         restore(model)
         drop_memory(itertools.chain(model.parameters(), model.buffers()))
 
-    # No daemon: torch may crash an interpreter that ends meanwhile.
+    # Not a daemon thread: torch might crash if the interpreter ended before the thread does.
     threading.Thread(target=free, name="tilefold-free-model").start()
 
 

@@ -39,8 +39,8 @@ _RETRY_SECONDS = 30.0
 _MEMORY_SHARE = 0.9
 # Dense indexes of which a copy takes half of the GPU's free memory stay on the CPU.
 _DEVICE_MEMORY_SHARE = 0.5
-# Time after which a thread that computes in Python lets another one run while a generation is
-# opened. Loading a model computes in Python for seconds, and requests must not wait for it.
+# Interval of Python's thread switches while a generation is opened. Loading a model computes in
+# Python for seconds, and requests must not wait for it.
 _SWITCH_SECONDS = 0.0001
 # Time until references to a deleted generation are gone.
 _DROP_SECONDS = 1.0
@@ -279,7 +279,7 @@ class IndexFollower:
             ) from error
         old_generation = self.generation
         self._open_generations.add(opened.searchable)
-        _free_without_lock(self.served)
+        _free_without_gil(self.served)
         service.replace_searchable(opened.searchable)
         self.n_segments = opened.generation.n_segments
         self._verified_files = opened.files
@@ -378,8 +378,8 @@ class IndexFollower:
         )
 
 
-def _free_without_lock(searchable: Searchable) -> None:
-    """Let files that a generation has mapped into memory be freed without Python's lock.
+def _free_without_gil(searchable: Searchable) -> None:
+    """Let files that a generation has mapped into memory be freed without the GIL.
 
     They are freed once no other generation uses them either, see :func:`drop_memory`.
 
@@ -393,12 +393,14 @@ def _free_without_lock(searchable: Searchable) -> None:
 
 
 def _drop_later(references: list[Tensor]) -> None:
-    """Drop references to memory in a thread, when those of the deleted generation are gone.
+    """Free memory in a thread, some time after a generation was deleted.
+
+    Other references of the generation are gone by then, so that the thread drops the last one.
 
     Args:
         references: tensors that nothing else uses.
     """
-    # No daemon: torch may crash an interpreter that ends meanwhile.
+    # Not a daemon thread: torch might crash if the interpreter ended before the thread does.
     threading.Timer(_DROP_SECONDS, drop_memory, [references]).start()
 
 

@@ -45,9 +45,8 @@ _SPARE_FILES = 256
 _SPARE_SHARE = 4
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _WARNING_INTERVAL_SECONDS = 60.0
-# Time after which a thread that computes in Python lets another one run. A request needs Python's
-# lock some twenty times. With Python's default of 5 ms, it would wait up to 0.1 s for another
-# thread.
+# Interval of Python's thread switches. A request needs the GIL some twenty times. With Python's
+# default of 5 ms, it would wait up to 0.1 s while another thread computes in Python.
 _SWITCH_SECONDS = 0.0005
 # A connection *lingers* if its response has been sent, but its client may not have read it yet. It
 # is closed after this time.

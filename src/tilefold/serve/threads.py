@@ -1,4 +1,4 @@
-"""Pool of daemon threads, for functions that may wait; how often threads give way to others."""
+"""Pool of daemon threads, for functions that may wait; the interval of Python's thread switches."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Call(Generic[T]):
 class _CallQueue:
     """Calls that wait for the threads of a pool.
 
-    The threads refer to the queue, and not to the pool, so that a pool that nobody closed can be
-    deleted.
+    The threads refer to the queue, and not to the pool. A pool that was not closed can therefore
+    be deleted.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ _CHECKS = (
     ExpectedCall(texts=2, tokens=18),
 )
 # A few documents. Queries, and many documents, need one or two other kernels, which are compiled at
-# their first call. Threads that compile hold Python's lock for a quarter of the time, so kernels
+# their first call. Threads that compile hold the GIL for a quarter of the time, so kernels
 # that the next call does not need would delay it.
 _DOCUMENTS = (ExpectedCall(texts=64, tokens=64 * 256, capacity=CAPACITY),)
 # Tokens of a text in a training batch. Only their magnitude matters.

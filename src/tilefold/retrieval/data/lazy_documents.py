@@ -390,7 +390,7 @@ def _read_keys(file: Path, size: int, fields: DocumentFields) -> _FileKeys:
     id_key_parts = [no_keys]
     text_key_parts = [no_keys]
     digest = TextsDigest()
-    # hashlib releases the interpreter lock, so that a thread can compute the digest of a range
+    # hashlib releases the GIL, so that a thread can compute the digest of a range
     # while the next range is read. At most one range waits for it.
     with ThreadPoolExecutor(1) as executor:
         pending: Future[None] | None = None
