@@ -30,25 +30,26 @@ def flops(
     weights: Tensor | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Compute FLOPS, a measure of the multiplications in an inner product of two vectors.
+    """Compute the FLOPS regulariser, which estimates the multiplications of an inner product.
 
-    The regulariser of Paria et al. (arXiv 2004.05665):
-    ``sum_v (w_v * mean_b scores[b, v])^2``, the mean over all rows of all ranks of ``group``.
-    Without weights on one process this is ``FlopsLoss`` of sentence-transformers. Averaging over
-    one rank's rows instead adds ``variance / rows``: such a penalty grows as the same batch is
-    spread over more ranks, and so does sparsity.
+    It is ``sum_v (w_v * mean_b scores[b, v])^2`` (Paria et al., arXiv 2004.05665). The mean is over
+    the rows of all ranks of ``group``. Without weights, and on one process, this is ``FlopsLoss``
+    of sentence-transformers.
 
-    Each rank returns the value over the whole batch, in fp32 (fp64), and the *average* of the
-    ranks' gradients, as DDP and FSDP take it, is the gradient of one process with all rows. Ranks
-    may hold different numbers of rows.
+    A mean over the rows of one rank alone would add ``variance / rows`` to the square. The penalty,
+    and the sparsity that it causes, would then depend on the number of ranks.
+
+    Each rank returns the value of the whole batch, in fp32 (fp64 for fp64 scores). DDP and FSDP
+    average the gradients over the ranks. This *average* is the gradient of one process with all
+    rows. Ranks may have different numbers of rows.
 
     Args:
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head, whose columns
             stay there.
         threshold: rows with at most this many nonzero scores contribute nothing, but stay in the
             mean (the l0 mask of arXiv 2504.14839).
-        weights: ``[V]`` factors of the columns (this rank's where scores are a DTensor):
-            :func:`df_weights`.
+        weights: ``[V]`` factors of the columns, such as :func:`df_weights`. With a DTensor, those
+            of the columns of this rank.
         group: ranks that hold other rows of the batch: a process group, ``"world"``, or ``None``
             for no others.
 

@@ -450,6 +450,8 @@ class DocumentLog:
     def refresh(self) -> None:
         """Read the changes that another process has written since the last call.
 
+        The other process may replace the file of the log while it is read. It is then read again.
+
         Raises:
             DataError: if the log is damaged, or if another log has taken its place.
         """
@@ -460,17 +462,17 @@ class DocumentLog:
                 if file is None or not file.is_current():
                     file = _LogFile(self._path)
                     state = _State(file)
-                # Changes up to the number in this file are in the log. The opposite order could
-                # miss lines that are written meanwhile.
+                # The number of applied changes is read before the lines: a writer appends lines
+                # first, so all of these changes are among the lines that are read now.
                 state.applied = _Applied.read(self.folder / _APPLIED)
                 self._read_new_lines(file, state)
                 state.settle()
-                # The log may have been rewritten meanwhile, without lines that are needed here.
-                if file.is_current():
-                    if state.last < self._state.last:
-                        raise DataError(self._replaced_message())
-                    self._state = state
-                    break
+                if not file.is_current():
+                    continue  # it was replaced while it was read, and may lack lines
+                if state.last < self._state.last:
+                    raise DataError(self._replaced_message())
+                self._state = state
+                return
 
     def _read_new_lines(self, file: _LogFile, state: _State) -> None:
         """Read the complete lines that were added to a file of the log.

@@ -694,7 +694,11 @@ class Service:
         self.searchable = searchable
 
     async def run_on_device(self, model: Served, function: Callable[[], T]) -> T:
-        """Run a function in the batch worker of a model's device.
+        """Run a function in the batch worker of a model's device, between two batches.
+
+        Args:
+            model: the model, which only this worker may use.
+            function: the function.
 
         Raises:
             MissingDocumentError: if the function raises it. Other errors become a ``ServeError``.
@@ -703,7 +707,7 @@ class Service:
         def run() -> T | MissingDocumentError:
             try:
                 return function()
-            except MissingDocumentError as error:  # the caller says what lacks the document
+            except MissingDocumentError as error:  # the worker would replace it by a ServeError
                 return error
 
         answer = await self._workers[model.device].submit(_FUNCTION_KEY, run, tokens=0)
