@@ -418,16 +418,18 @@ def _build_packed_flash_maxsim(inputs: MaxSimInputs, cu_seqlens: Tensor) -> spec
 
 
 def _build_late_interaction_kernels(inputs: MaxSimInputs) -> spec.Runnable:
-    """Return the function of ``late_interaction_kernels`` for the inputs, bound to them.
+    """Return MaxSim of the package ``late_interaction_kernels``, as a call on the inputs.
 
-    Packed documents are scored with the first query only.
+    Its function for packed documents is called with a single query, the first one.
     """
     package: Any = importlib.import_module("late_interaction_kernels")
     if inputs.cu_seqlens is None:
-        return inputs.bind(
-            lambda queries, documents, _offsets: package.maxsim(queries, documents),
-            "late_interaction_kernels.maxsim",
-        )
+
+        def score_padded(queries: Tensor, documents: Tensor, _no_offsets: None) -> Tensor:
+            scores: Tensor = package.maxsim(queries, documents)
+            return scores
+
+        return inputs.bind(score_padded, "late_interaction_kernels.maxsim")
     query_length = inputs.queries.size(1)
     longest_document = int(inputs.cu_seqlens.diff().max())
     query_offsets = torch.tensor(
@@ -437,7 +439,7 @@ def _build_late_interaction_kernels(inputs: MaxSimInputs) -> spec.Runnable:
     )
 
     def score_packed(queries: Tensor, documents: Tensor, document_offsets: Tensor) -> Tensor:
-        """Score all pairs with the package's function for packed sequences."""
+        """Score the first query with all documents."""
         scores: Tensor = package.maxsim_varlen(
             queries[0],
             documents,

@@ -162,7 +162,7 @@ def make_gate(case: spec.BenchCase, inputs: ScatterInputs) -> spec.Gate:
     dweights = []
     for row in checked_rows:
         _clear_tied_gradients(inputs, row)
-        row_scores, row_dweights = _sequence_truth(inputs, row)
+        row_scores, row_dweights = _exact_scores_and_gradient(inputs, row)
         scores.append(row_scores)
         dweights.append(row_dweights)
 
@@ -197,13 +197,13 @@ def _clear_tied_gradients(inputs: ScatterInputs, row: int) -> None:
         inputs.grad_output[row, unique_ids[is_tied]] = 0
 
 
-def _sequence_truth(inputs: ScatterInputs, row: int) -> tuple[Tensor, Tensor]:
-    """Compute the scores and the gradient of one sequence in fp64.
+def _exact_scores_and_gradient(inputs: ScatterInputs, row: int) -> tuple[Tensor, Tensor]:
+    """Compute the scores of one sequence, and the gradient of its token weights, in fp64.
 
-    The reference computes with a vocabulary of only those ids that occur in the sequence.
+    Only the ids that occur in the sequence are numbered as columns, since all other scores are 0.
 
     Args:
-        inputs: the inputs of the case.
+        inputs: the inputs of the case. Their ``grad_output`` is the gradient of the scores.
         row: position of the sequence.
 
     Returns:
@@ -221,8 +221,8 @@ def _sequence_truth(inputs: ScatterInputs, row: int) -> tuple[Tensor, Tensor]:
         attention_mask=is_scored[None],
         impl="reference",
     )
-    unique_gradient = inputs.grad_output[row, unique_ids].double()[None]
-    (dweights,) = torch.autograd.grad(unique_scores, weights, unique_gradient)
+    dscores = inputs.grad_output[row, unique_ids].double()[None]  # gradient of unique_scores
+    (dweights,) = torch.autograd.grad(unique_scores, weights, dscores)
     scores = torch.zeros(inputs.vocab_size, dtype=torch.float64, device=ids.device)
     scores[unique_ids] = unique_scores.detach()[0]
     return scores, dweights[0]
