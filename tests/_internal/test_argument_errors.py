@@ -8,7 +8,7 @@ import pytest
 
 from tilefold._internal.arguments import ArgumentError, check_choice, check_count
 from tilefold.cli._common import CommandError, UsageError
-from tilefold.cli._options import option_errors
+from tilefold.cli._options import errors_name_options
 from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
 
 
@@ -45,7 +45,7 @@ def test_errors_are_restored_from_what_pickle_stores(error: ArgumentError) -> No
 def test_the_command_line_writes_options_for_names() -> None:
     with (
         pytest.raises(UsageError, match=r"^--like, --scale: got both\.$"),
-        option_errors(like="--like", scale="--scale"),
+        errors_name_options(like="--like", scale="--scale"),
     ):
         raise ArgumentError(("like", "scale"), "got both.")
 
@@ -53,17 +53,23 @@ def test_the_command_line_writes_options_for_names() -> None:
 def test_wrong_data_are_a_failure_and_no_wrong_usage() -> None:
     with (
         pytest.raises(CommandError, match=r"^--bm25: INDEX was made from others$") as failure,
-        option_errors(second="--bm25: INDEX"),
+        errors_name_options(second="--bm25: INDEX"),
     ):
         raise ArgumentDataError("second", "was made from others")
     assert not isinstance(failure.value, UsageError)
 
 
 def test_an_error_about_another_argument_passes() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth: got 0$"), option_errors(weight="--weight"):
+    with (
+        pytest.raises(ArgumentError, match=r"^depth: got 0$"),
+        errors_name_options(weight="--weight"),
+    ):
         raise ArgumentError("depth", "got 0")
 
 
 def test_text_that_begins_like_an_argument_is_not_rewritten() -> None:
-    with pytest.raises(DataError, match=r"^data: no such file$"), option_errors(data="--data"):
+    with (
+        pytest.raises(DataError, match=r"^data: no such file$"),
+        errors_name_options(data="--data"),
+    ):
         raise DataError("data: no such file")

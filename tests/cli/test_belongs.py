@@ -165,7 +165,7 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(
     )  # as by --where
     refused(
         CommandError,
-        "they have no hit.*--where",
+        "these queries have no hit.*--where",
         check_has_results,
         nothing,
         small_collection(),

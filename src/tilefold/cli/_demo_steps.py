@@ -330,7 +330,7 @@ def _save_untrained_token_model(folder: Path, collection: Collection, max_length
 
 
 def overlap(exact: Run, approximate: Run, k: int = 10) -> float:
-    """Return the share of the exact top `k` that an approximate search finds, as mean of queries.
+    """Return the mean share of the exact top `k` of a query that an approximate search finds.
 
     Args:
         exact: the run of an exact search, with the best documents first.
@@ -338,7 +338,7 @@ def overlap(exact: Run, approximate: Run, k: int = 10) -> float:
         k: the number of documents per query.
 
     Returns:
-        A number from 0 to 1. Queries without hits do not count.
+        A number from 0 to 1. Queries without hits in the exact run do not count.
     """
     shares = []
     for query, scores in exact.items():

@@ -15,7 +15,7 @@ from tilefold._internal.lean_imports import lean_imports
 from tilefold._internal.precision import Dtype, precision_of
 from tilefold._internal.typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
-from tilefold.cli._options import option_errors
+from tilefold.cli._options import errors_name_options
 
 PACKAGED = "minilm"
 # Kind of vectors -> kind of the models that compute them.
@@ -214,7 +214,7 @@ def load_model(
                 f"{advice or _advice_for_kind(name, kind, kinds)}",
             )
         try:
-            with option_errors(dtype="--dtype"):
+            with errors_name_options(dtype="--dtype"):
                 if is_untrained:
                     model = _untrained(kind, dtype)
                 else:
@@ -256,7 +256,7 @@ def _untrained(kind: str, dtype: Dtype) -> Any:
     return untrained_colbert(dtype)
 
 
-def note_precision(name: str, model: Model) -> None:
+def print_precision(name: str, model: Model) -> None:
     """Print in which dtype a model computes, on which device, and why.
 
     Args:

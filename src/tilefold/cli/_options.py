@@ -235,7 +235,7 @@ class DocumentFieldOptions(Options):
             refuse_options(options, "requires --data")
         if data == "pydocs":
             refuse_options(options, "cannot be combined with --data pydocs, which has no files")
-        with option_errors(page_ranges="--pages"):
+        with errors_name_options(page_ranges="--pages"):
             self.parsed_page_ranges()
 
     def document_fields(self) -> DocumentFields:
@@ -263,7 +263,7 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         request = request_type(**values)
-        with option_errors(**option_of_argument), _document_fields_of(request):
+        with errors_name_options(**option_of_argument), _document_fields_of(request):
             function(request)
 
     # typer reads the parameters from the signature.
@@ -347,7 +347,7 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
 
 
 @contextmanager
-def option_errors(**spellings: str) -> Iterator[None]:
+def errors_name_options(**spellings: str) -> Iterator[None]:
     """Translate errors about arguments of the library into errors about options.
 
     With ``depth="--prf-depth"``, the message ``depth: expected ...`` becomes ``--prf-depth:
@@ -385,7 +385,7 @@ def checked_bm25_language(language: str | None) -> str:
     from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
 
     options = BM25Options() if language is None else BM25Options(language)
-    with option_errors(language="--language"):
+    with errors_name_options(language="--language"):
         Tokenizer(options)  # raises an error for an unknown language
     return options.language
 

@@ -89,7 +89,7 @@ class PassageOptions(Options):
             return None
         from tilefold.retrieval.data.passages import Passages
 
-        with _options.option_errors(length="--passages", stride="--stride", cut="--cut"):
+        with _options.errors_name_options(length="--passages", stride="--stride", cut="--cut"):
             return Passages(
                 self.passages,
                 stride=self.stride,
@@ -263,7 +263,7 @@ class RerankOptions(Options):
             return None
         from tilefold.retrieval.search.reranking import Reranking
 
-        with _options.option_errors(
+        with _options.errors_name_options(
             depth="--rerank-depth",
             tail="--rerank-tail",
             weight="--rerank-weight",
@@ -390,7 +390,7 @@ class FeedbackOptions(Options):
 
         if self.prf is None:
             return None
-        with _options.option_errors(
+        with _options.errors_name_options(
             depth="--prf-depth",
             alpha="--prf-alpha",
             beta="--prf-beta",
@@ -420,7 +420,7 @@ class FeedbackOptions(Options):
 
         if self.prf_with is None:
             return None
-        with _options.option_errors(
+        with _options.errors_name_options(
             place="--prf-place",
             weight="--prf-weight",
             normalization="--prf-normalization",
@@ -464,7 +464,7 @@ def load_index(request: IndexOptions, fast: tuple[str, ...] = ("sparse",)) -> Lo
         return LoadedIndex(index, None, {})
     model_name = str(request.model)
     encoder = _load_query_encoder(request, model_name, index, fast)
-    _models.note_precision(model_name, encoder)
+    _models.print_precision(model_name, encoder)
     _check_model_of_index(request, model_name, encoder, index.provenance)
     return LoadedIndex(index, encoder, request.search_options(index.backend))
 
@@ -647,7 +647,7 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
             f"{index.backend}.",
         )
     try:
-        with _options.option_errors(device="--device"):
+        with _options.errors_name_options(device="--device"):
             return index.on(device_names(device))
     except (RuntimeError, AssertionError) as error:  # torch raises both
         raise UsageError(
@@ -705,7 +705,7 @@ def open_searcher(
         raise UsageError(
             "--prf reads the vectors of the best documents: give them with --vectors.",
         )
-    option_errors = _options.option_errors(
+    option_errors = _options.errors_name_options(
         vectors="--vectors",
         second=f"--prf-with: {second}",
         tokens="--rerank",
@@ -744,7 +744,7 @@ def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | N
         return None
     retriever: Any = searcher.retriever
     index = retriever.index
-    with _options.option_errors(where="--where"):
+    with _options.errors_name_options(where="--where"):
         where = Filter.parse(conditions, _field_kinds(index))
         matching = count_matching(index, where)
     if not matching:
@@ -915,7 +915,7 @@ def open_dense(
         dtype=request.dtype,
     )
     _models.limit_length(model, max_length)
-    _models.note_precision(str(request.model), model)
+    _models.print_precision(str(request.model), model)
     with _common.progress_bar("encoding") as update:
         index = retrieval.encoded_index(model, texts, progress=update)
         return Searcher(index, model, second=second)
@@ -1006,7 +1006,7 @@ def load_reranker(
     from tilefold.retrieval.search.reranking import Reranker
 
     model, tokens = load_reranking_model(source, model_name, dtype, has_texts=True)
-    option_errors = _options.option_errors(tokens="--rerank", model="--rerank-model")
+    option_errors = _options.errors_name_options(tokens="--rerank", model="--rerank-model")
     with option_errors, _common.precision_warnings_as_notes():
         return Reranker(model, tokens, documents, provenance)
 
@@ -1058,7 +1058,7 @@ def load_reranking_model(
             fast,
             dtype=dtype,
         )
-        _models.note_precision(encoder_name, encoder)
+        _models.print_precision(encoder_name, encoder)
         return RerankingModel(encoder, store)
     # A source that is not a folder is a name on the Hugging Face hub.
     holds_model = is_packaged or any((folder / name).is_file() for name in _MODEL_FILES)
@@ -1077,7 +1077,7 @@ def load_reranking_model(
             "--data.",
         )
     encoder, _ = _models.load_model(source, option, ("multi-vector",), fast, dtype=dtype)
-    _models.note_precision(source, encoder)
+    _models.print_precision(source, encoder)
     return RerankingModel(encoder, None)
 
 

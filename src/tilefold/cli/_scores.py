@@ -342,11 +342,11 @@ def save_run(
     *,
     overwrite: bool,
 ) -> None:
-    """Write the first `k` documents per query as a TREC file, whose tag holds the provenance.
+    """Write the first `k` documents per query as a TREC file, whose last column has fingerprints.
 
     Args:
-        named_run: the run. The tag takes the fingerprint and the precision of its model.
-        documents_provenance: the provenance of the documents, for the tag.
+        named_run: the run, with the fingerprint of its model.
+        documents_provenance: the fingerprint of the documents.
         path: the file to write.
         k: the number of documents per query; None for all.
         overwrite: whether an existing file is replaced.
@@ -440,6 +440,7 @@ def check_runs(
         splits: the splits in which each run must have results.
     """
     for first, other in itertools.combinations(runs, 2):
+        # `texts_sha256` is the digest of the documents that were searched.
         if "texts_sha256" in first.provenance.differing_fields(other.provenance):
             raise CommandError(
                 f"{first.name} and {other.name} were made from different collections.",
@@ -494,7 +495,7 @@ def _no_results_error(named_run: NamedRun, collection: Collection, split: str) -
         split: the split.
     """
     judged = collection.qrels[split]
-    remedy = "Give the collection and the split that it was made for: --data, --split."
+    remedy = "Give the collection and the split that the run was made for: --data, --split."
     if not named_run.run:
         reason = "it is empty"
     elif judged.keys().isdisjoint(named_run.run):
@@ -505,11 +506,12 @@ def _no_results_error(named_run: NamedRun, collection: Collection, split: str) -
             f"{first_judged!r}"
         )
         if first_query in collection.queries:
+            # A new run with the missing split, and with the splits that this run already has.
             splits = [split, *_splits_with_results(named_run, collection)]
             options = " ".join(f"--split {name}" for name in splits)
             remedy = f"Make the run with evaluate {options} --save-run FILE."
     else:
-        reason = "they have no hit"
+        reason = "these queries have no hit"
         remedy = "Check that documents match --where and queries have terms."
     return CommandError(
         f"{named_run.name}: no result for any of the {len(judged)} judged queries of "
@@ -590,8 +592,8 @@ def score(
         splits: the splits to evaluate.
         measures: the measures to compute.
         ignore_identical_ids: whether hits with the query's own id are ignored.
-        queries_without_own_id: the queries whose hit with their own id was removed before, which
-            the conventions count as ignored.
+        queries_without_own_id: the queries whose hit with their own id was removed before. They
+            are added to those whose hit is ignored now.
     """
     from tilefold.retrieval.evaluation.measures import conventions as affected_by_conventions
 
@@ -696,30 +698,31 @@ def scores_as_json(collection: Collection, scores: Scores) -> dict[str, Any]:
         scores: the scores of the run on some splits.
 
     Returns:
-        A dictionary with the means of each split (``splits``, and those of the first split also as
-        ``measures``), and the means with their standard errors and intervals (``errors``).
+        A dictionary. ``splits`` has the mean of each measure, by split. ``measures`` repeats those
+        of the first split. ``errors`` adds standard errors and intervals. ``conventions`` counts
+        what rules of evaluation affect, such as judgements below 0.
     """
-    means = scores.means()
-    first_split = next(iter(means))
-    mean_values: dict[str, dict[str, float]] = {}
-    means_with_errors: dict[str, dict[str, object]] = {}
-    for split, means_of_split in means.items():
-        mean_values[split] = {name: mean.mean for name, mean in means_of_split.items()}
-        means_with_errors[split] = {name: asdict(mean) for name, mean in means_of_split.items()}
+    means_by_split = scores.means()
+    first_split = next(iter(means_by_split))
+    values_by_split: dict[str, dict[str, float]] = {}
+    errors_by_split: dict[str, dict[str, object]] = {}
+    for split, means in means_by_split.items():
+        values_by_split[split] = {measure: mean.mean for measure, mean in means.items()}
+        errors_by_split[split] = {measure: asdict(mean) for measure, mean in means.items()}
     return {
         "collection": collection.name,
         "split": first_split,
-        "measures": mean_values[first_split],
-        "splits": mean_values,
-        "errors": means_with_errors,
+        "measures": values_by_split[first_split],
+        "splits": values_by_split,
+        "errors": errors_by_split,
         "conventions": scores.conventions,
     }
 
 
 def print_scores(collection: Collection, scores: Scores) -> None:
-    """Print a table with a row per measure, then the evaluation conventions of each split.
+    """Print a table with a row per measure, then which evaluation rules affect each split.
 
-    The table has a column per split, or for a single split its means and 95% intervals.
+    The table has a column of means per split. A single split also has a column of 95% intervals.
 
     Args:
         collection: the collection of the run, for the title.
@@ -764,10 +767,11 @@ def interval(mean: Mean) -> str:
 
 
 def describe_conventions(conventions: Mapping[str, float], depth: int) -> str:
-    """Describe which evaluation conventions affect the measures; empty if none does.
+    """Describe which rules of evaluation affect the measures of a split; empty if none does.
 
     Args:
-        conventions: the counts of one split, as in ``Scores.conventions``.
+        conventions: rule -> number of queries, documents or judgements that it affects, such as
+            ``"negative"`` for judgements below 0.
         depth: the number of documents per query that the measures use. The next document counts
             for ties, too, because it could have been inside this depth.
     """

@@ -246,16 +246,17 @@ def _time_operators(request: BenchRequest) -> bool:
 
 
 def _check_claims(request: BenchRequest) -> bool:
-    """Run the benchmarks of the claims about this device, and print which claims hold.
+    """Measure what the documents claim about the speed on this device, and print which claims hold.
 
     A claim says how many times better one row of the results is than another, such as the time of
-    an operator. Claims about other GPUs are judged by the results in the repository.
+    an operator. Claims about other devices are printed too, by the results in the repository.
 
     Args:
         request: the options of the command.
 
     Returns:
-        Whether all implementations passed their checks.
+        Whether all measured implementations computed correct results. A claim that does not hold
+        is only printed.
     """
     from tempfile import TemporaryDirectory
 
@@ -265,10 +266,10 @@ def _check_claims(request: BenchRequest) -> bool:
     device = choose_device(request.device)
     with TemporaryDirectory() as temporary:
         folder = request.output or Path(temporary)
-        passed = _measure_claims(request, device, folder)
+        all_correct = _measure_claims(request, device, folder)
         verdicts = _judge_claims(device, folder)
     typer.echo("\n".join(claims.table(verdicts)))
-    return passed
+    return all_correct
 
 
 def _judge_claims(device: torch.device, folder: Path) -> list[Verdict]:

@@ -171,7 +171,7 @@ def compare(request: CompareRequest) -> None:
         for label, run in zip(labels, runs, strict=True)
     }
     tables = {label: run_scores.tables[request.split] for label, run_scores in scores.items()}
-    with _options.option_errors(tables="--split"):
+    with _options.errors_name_options(tables="--split"):
         differences = retrieval.compare(
             tables,
             measures.names,

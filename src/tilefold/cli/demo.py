@@ -520,16 +520,19 @@ def print_report(results: dict[str, Any]) -> None:
 def _print_systems(results: dict[str, Any]) -> None:
     """Print a table with a row of measures for each system.
 
+    The systems are BM25, a dense model, SPLADE, a fusion of these three, and SPLADE whose first
+    documents are reranked by late interaction.
+
     Args:
         results: the results of the demo, as ``--json`` prints them.
     """
-    late = results["late_interaction"]
-    active_terms = results["active_terms"]
+    reranking = results["late_interaction"]
+    mean_active_terms = results["active_terms"]  # nonzero entries of the vectors of SPLADE
     labels = {
         FUSION: f"fusion ({_format_weights(results['fusion_weights'])})",
         RERANKED: (
-            f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens "
-            f"({_format_weights(late['weights'])})"
+            f"SPLADE + late interaction on its top {reranking['candidates']}, zero-shot MiniLM "
+            f"tokens ({_format_weights(reranking['weights'])})"
         ),
     }
     rows = []
@@ -537,8 +540,8 @@ def _print_systems(results: dict[str, Any]) -> None:
         query_terms = ""
         document_terms = ""
         if system == SPLADE:  # the only system that encodes texts to weights of terms
-            query_terms = f"{active_terms['queries']:.0f}"
-            document_terms = f"{active_terms['documents']:.0f}"
+            query_terms = f"{mean_active_terms['queries']:.0f}"
+            document_terms = f"{mean_active_terms['documents']:.0f}"
         rows.append(
             (
                 labels.get(system, system),

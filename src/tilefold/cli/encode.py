@@ -163,10 +163,10 @@ class EncodingOptions(DtypeOptions):
         model_kind: str,
         kind: Literal["query", "document"] = "document",
     ) -> Encoding:
-        """Return the options of the encoding for a kind of model.
+        """Return how a model encodes texts, such as the tokens per batch, from these options.
 
         Args:
-            model: the name or folder of the model.
+            model: the name or folder of the model, which the vectors record.
             model_kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
             kind: whether queries or documents are encoded.
 
@@ -185,7 +185,7 @@ class EncodingOptions(DtypeOptions):
                 batch_tokens=self.batch_tokens,
                 max_length=self.max_length,
                 top_k=self.top_k,
-                special_tokens=self.special_tokens is not False,
+                special_tokens=self.special_tokens is not False,  # None, the default, keeps them
             )
         source = model if model == _models.PACKAGED else _models.absolute(model)
         if model_kind == "dense":
@@ -467,9 +467,10 @@ def encode(request: EncodeRequest) -> None:
 
 
 def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int) -> None:
-    """Load data and model, encode the share of this rank, and print the result on rank 0.
+    """Load the texts and the model, encode some of the texts, and print the result on rank 0.
 
-    With ``--dry-run``, only an estimate is printed.
+    The ranks are the processes of ``--devices`` or torchrun, which divide the texts among them.
+    With ``--dry-run``, nothing is encoded to `request.output`, and only an estimate is printed.
 
     Args:
         request: the options of the command.
@@ -483,8 +484,10 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     rank_0_fills_cache = request.data == PYDOCS
     with first_rank_first() if rank_0_fills_cache else nullcontext():
         collection = _load_collection(request, splitter)
-        texts = None if collection is None else _texts_to_encode(collection, request, splitter)
-        _check_page_options(request, texts)
+        texts = None  # those of a large file, which Ray and estimates read one by one
+        if collection is not None:
+            texts = _select_texts(collection, request, splitter)
+        _check_page_options(request, texts)  # --data may be a folder of PDFs and images
         model, kind = _models.load_kind(
             request.model,
             request.kind,
@@ -492,18 +495,19 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
             fp8=request.fp8,
             invariant=request.invariant,
         )
-    with _options.option_errors(storage="--storage"):
-        encoding = _encoding_of(request, kind)
-    # Workers of Ray may run on other devices, where auto is another dtype.
+    with _options.errors_name_options(storage="--storage"):
+        encoding = _create_encoding(request, kind)
+    # Workers of Ray load the model again, on devices where `--dtype auto` may be another dtype.
     if rank == 0 and request.engine == "local":
-        _models.note_precision(request.model, model)
+        _models.print_precision(request.model, model)
     if rank == 0 and splitter is not None and collection is not None and texts is not None:
         note(
             f"{len(collection.documents):,} documents were split into {len(texts):,} passages of "
             f"at most {request.passages} words",
         )
     if request.dry_run:
-        estimate = _estimate(model, encoding, _texts_for_shards(request.data, texts), request)
+        source = _open_source_of_texts(request.data, texts)
+        estimate = _estimate(model, encoding, source, request)
         _common.print_result(asdict(estimate), request.as_json, _format_estimate(estimate))
         return
     manifest = _encode_with_engine(request, encoding, model, kind, texts, rank)
@@ -528,22 +532,25 @@ def _encode_with_engine(
     texts: Mapping[str, Content] | None,
     rank: int,
 ) -> Any:
-    """Encode with the engine of the request, and return the manifest of the folder.
+    """Encode in workers of Ray or in this process, as ``--engine`` says.
 
     Args:
         request: the options of the command.
-        encoding: the options of the encoding.
+        encoding: how texts are encoded, such as the tokens per batch.
         model: the model; not used with Ray, whose workers load it themselves.
         kind: the kind of the model.
         texts: the texts by id; with Ray, None reads them from the file of ``--data``.
         rank: the rank of this process. Rank 0 shows the progress.
+
+    Returns:
+        The manifest of the folder ``--output``, which lists its files of vectors.
     """
     # After an interruption, the user is told whether vectors were saved.
     _common.finished_work_checks.append(lambda: _has_vectors(request.output))
     progress_bar: Any = nullcontext(None)  # the other ranks show no progress
     if rank == 0:
         progress_bar = _common.resumable_progress_bar("encoding", _common.FRESH_HINT)
-    option_errors = _options.option_errors(
+    option_errors = _options.errors_name_options(
         max_length="--max-length",
         dimension="--dimension",
         pool_factor="--pool-factor",
@@ -552,8 +559,8 @@ def _encode_with_engine(
     )
     with progress_bar as update, option_errors:
         if request.engine == "ray":
-            texts_for_shards = _texts_for_shards(request.data, texts)
-            return _encode_on_ray(request, encoding, kind, texts_for_shards, update)
+            source = _open_source_of_texts(request.data, texts)
+            return _encode_on_ray(request, encoding, kind, source, update)
         return _encode_on_ranks(request, encoding, model, texts or {}, update)
 
 
@@ -572,10 +579,11 @@ def _load_collection(request: EncodeRequest, splitter: Passages | None) -> Colle
     """
     may_read_from_file = request.engine == "ray" or request.dry_run
     encodes_whole_documents = not request.queries and splitter is None
-    is_file = request.data != PYDOCS and Path(request.data).exists()
-    if may_read_from_file and encodes_whole_documents and is_file:
+    exists = request.data != PYDOCS and Path(request.data).exists()
+    if may_read_from_file and encodes_whole_documents and exists:
         from tilefold.retrieval.data.collection import is_page_collection
 
+        # A folder of PDFs and images has no file of texts.
         if not is_page_collection(Path(request.data)):
             return None
     return _common.load_data(
@@ -593,14 +601,17 @@ def _encode_on_ray(
     texts: Texts,
     progress: Callable[..., None] | None,
 ) -> Any:
-    """Encode with workers of Ray, on this machine or on a cluster, and return the manifest.
+    """Encode with workers of Ray, on this machine or on a cluster.
 
     Args:
         request: the options of the command.
-        encoding: the options of the encoding.
+        encoding: how texts are encoded, such as the tokens per batch.
         kind: the kind of the model.
-        texts: the texts that workers read their shards from.
+        texts: the source from which workers read the texts of one output file (a shard) at a time.
         progress: a function that shows the number of encoded texts.
+
+    Returns:
+        The manifest of the folder ``--output``, which lists its files of vectors.
     """
     from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
 
@@ -635,17 +646,19 @@ def _encode_on_ranks(
     texts: Mapping[str, Content],
     progress: Callable[..., None] | None,
 ) -> Any:
-    """Encode in this process, together with the other ranks if there are any.
+    """Encode the texts to the folder ``--output``, divided among the ranks if there are several.
+
+    The ranks are the processes of ``--devices`` or torchrun.
 
     Args:
         request: the options of the command.
-        encoding: the options of the encoding.
+        encoding: how texts are encoded, such as the tokens per batch.
         model: the model.
-        texts: the texts by id, of which each rank encodes its share.
+        texts: all texts by id. This rank encodes some of them.
         progress: a function that shows the number of encoded texts, on rank 0; otherwise None.
 
     Returns:
-        The manifest of the folder.
+        The manifest of the folder, which lists its files of vectors.
     """
     from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
 
@@ -656,8 +669,8 @@ def _encode_on_ranks(
         progress=progress,
         save_minutes=request.save_minutes,
     )
-    all_ranks = "world"
-    return encode_to_folder(encoding, model, texts, output, all_ranks)
+    all_ranks = "world"  # the default process group of torch.distributed
+    return encode_to_folder(encoding, model, texts, output, group=all_ranks)
 
 
 def _print_manifest(
@@ -751,10 +764,13 @@ def _note_failures(failed: Mapping[str, str], output: Path) -> None:
 
 
 def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
-    """Return the properties of encoded vectors for JSON, and a summary as text.
+    """Return the size and storage of encoded vectors, for JSON and as text for the terminal.
 
     Args:
         manifest: the manifest of a folder of sparse, dense or token vectors.
+
+    Returns:
+        A dictionary for JSON, and a sentence.
     """
     n_documents = manifest.n_documents
     if manifest.layout == "sparse":
@@ -804,8 +820,8 @@ def _index_command(layout: str, vectors: Path, data: str) -> str:
     return _common.next_command("index", *source, vectors, "--data", data, "--output", "INDEX")
 
 
-def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
-    """Return the encoding that the options of the command describe, for one kind of model.
+def _create_encoding(request: EncodeRequest, model_kind: str) -> Encoding:
+    """Return how the model encodes texts, such as the tokens per batch, from the options.
 
     Args:
         request: the options of the command.
@@ -832,7 +848,8 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
     from tilefold.retrieval.data.pages import DEFAULT_DPI
     from tilefold.retrieval.encoding.tokens import TokenEncoding
 
-    if type(encoding) is TokenEncoding:  # DenseEncoding, a subclass, has no pages
+    # Only multi-vector models encode pages. DenseEncoding is a subclass of TokenEncoding.
+    if type(encoding) is TokenEncoding:
         return replace(
             encoding,
             dpi=request.dpi or DEFAULT_DPI,
@@ -842,11 +859,11 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
 
 
 def _check_page_options(request: EncodeRequest, texts: Mapping[str, Content] | None) -> None:
-    """Raise ``UsageError`` for options that need pages, or that do not work with pages.
+    """Raise ``UsageError`` for options that need pages of PDFs, or that do not work with pages.
 
     Args:
         request: the options of the command.
-        texts: the texts or pages by id; None for texts that are read from a file.
+        texts: the texts or page images by id; None for texts that are read from a file.
     """
     from tilefold.retrieval.encoding.pages import contains_pages
 
@@ -865,12 +882,14 @@ def _check_page_options(request: EncodeRequest, texts: Mapping[str, Content] | N
         raise UsageError("--dry-run estimates texts; encode a few pages with --pages to time them.")
 
 
-def _texts_to_encode(
+def _select_texts(
     collection: Collection,
     request: EncodeRequest,
     splitter: Passages | None,
 ) -> Mapping[str, Content]:
-    """Return what to encode, by id: documents, which are texts or pages, passages, or queries.
+    """Return the queries, the passages or the documents to encode, by id.
+
+    Documents are texts, or page images of a folder of PDFs.
 
     Args:
         collection: the documents and queries.
@@ -883,7 +902,7 @@ def _texts_to_encode(
     if not request.queries:
         if splitter is None:
             return collection.content()
-        return splitter.of(collection.documents)
+        return splitter.of(collection.documents)  # passages
     if not collection.queries:
         raise UsageError(
             f"--queries: expected a collection with queries, got {request.data}, which has none. "
@@ -896,7 +915,7 @@ def _texts_to_encode(
 
 
 def _has_vectors(output: Path) -> bool:
-    """Whether an interrupted run has saved a shard, or a part of a shard."""
+    """Return whether an interrupted run has saved a shard (a file of vectors), or a part of it."""
     manifest = read_json(output / "manifest.json") or {}
     return bool(
         manifest.get("shards")
@@ -905,8 +924,8 @@ def _has_vectors(output: Path) -> bool:
     )
 
 
-def _texts_for_shards(data: str, texts: Mapping[str, Content] | None) -> Texts:
-    """Return the source that the texts of each shard are read from.
+def _open_source_of_texts(data: str, texts: Mapping[str, Content] | None) -> Texts:
+    """Return a source from which the texts of one output file (a shard) are read at a time.
 
     Args:
         data: the file of the documents.
@@ -970,8 +989,8 @@ def _estimate(
 
     Args:
         model: the model.
-        encoding: the options of the encoding.
-        texts: the texts of the collection.
+        encoding: how texts are encoded, such as the tokens per batch.
+        texts: the source of the texts, which are divided into output files (shards).
         request: the options of the command. ``--rate`` replaces the measured rate.
 
     Raises:
@@ -1014,12 +1033,15 @@ def _accepted_texts(
     encoding: Encoding,
     texts: Sequence[str],
 ) -> tuple[list[str], int]:
-    """Return the texts that the tokenizer of a model accepts, and the sum of their tokens.
+    """Return the texts that the tokenizer of a model accepts, and how many tokens they have.
 
     Args:
         model: the model with the tokenizer.
-        encoding: the options of the encoding, whose `max_length` truncates texts.
+        encoding: how texts are encoded. Its `max_length` truncates them.
         texts: the sample of texts.
+
+    Returns:
+        The accepted texts, and the number of tokens of all of them together.
 
     Raises:
         CommandError: if the tokenizer refuses all texts.
@@ -1030,13 +1052,13 @@ def _accepted_texts(
     n_tokens = 0
     errors: list[Exception] = []
     with limited(model, encoding.kind, encoding.max_length):
-        counts = token_counts(model, texts, encoding.kind)
-    for text, count in zip(texts, counts, strict=True):
-        if isinstance(count, Exception):  # the error of the tokenizer, in place of a number
-            errors.append(count)
-            continue
-        accepted.append(text)
-        n_tokens += count
+        counts_or_errors = token_counts(model, texts, encoding.kind)
+    for text, count_or_error in zip(texts, counts_or_errors, strict=True):
+        if isinstance(count_or_error, Exception):  # the tokenizer has refused the text
+            errors.append(count_or_error)
+        else:
+            accepted.append(text)
+            n_tokens += count_or_error
     if not accepted:
         raise CommandError(
             f"--data: the tokenizer refuses all {len(errors)} texts of the sample "
@@ -1059,11 +1081,11 @@ def _time_encoding(
     encoding: Encoding,
     sample: list[str],
 ) -> tuple[float, float]:
-    """Encode a sample to a temporary folder, and return its rate and size.
+    """Encode a sample to a temporary folder, and return the rate and the size of its vectors.
 
     Args:
         model: the model.
-        encoding: the options of the encoding.
+        encoding: how texts are encoded, such as the tokens per batch.
         sample: the texts to encode.
 
     Returns:
@@ -1077,7 +1099,8 @@ def _time_encoding(
         with tempfile.TemporaryDirectory(prefix="tilefold-dry-run-") as name:
             folder = Path(name) / "vectors"
             started = time.perf_counter()
-            manifest = encode_to_folder(encoding, model, texts, Output(folder, len(texts)))
+            one_shard = Output(folder, shard_size=len(texts))
+            manifest = encode_to_folder(encoding, model, texts, one_shard)
             seconds.append(time.perf_counter() - started)
             n_bytes = sum(file.stat().st_size for file in folder.glob("part-*"))
     return len(texts) / min(seconds), n_bytes / max(1, manifest.n_documents)

@@ -380,7 +380,7 @@ def _rerank(
         task: the queries.
     """
     candidates = {query: scores for query, scores in run.run.items() if query in task.queries}
-    with _options.option_errors(documents="--rerank", tokens="--rerank"):
+    with _options.errors_name_options(documents="--rerank", tokens="--rerank"):
         _, reranked, _ = reranker(task.queries, candidates, reranking, passages=passages)
     return _scores.NamedRun(run.name, reranked, task.provenance)
 
@@ -436,23 +436,27 @@ def _print_scores(
 
 
 def _check_output_files(request: EvaluateRequest) -> None:
-    """Check that the output files can be written, differ, and are not inputs of the command.
+    """Check that both output files can be written, without replacing an input or one another.
 
     Args:
         request: the options of the command, with ``--save-run`` and ``--per-query``.
     """
-    inputs = (request.run, request.prf_with, *_scores.files_of_collection(request.data))
+    inputs = (
+        request.run,
+        request.prf_with,  # the second run of pseudo-relevance feedback
+        *_scores.files_of_collection(request.data),
+    )
     _scores.check_output_file(
         request.save_run,
         "--save-run",
-        _scores.RUN,
+        _scores.RUN,  # the format of the file
         *inputs,
         overwrite=request.overwrite,
     )
     _scores.check_output_file(
         request.per_query,
         "--per-query",
-        _scores.MEASURES,
+        _scores.MEASURES,  # the format of the file
         *inputs,
         request.save_run,  # another output of this command
         overwrite=request.overwrite,
@@ -528,7 +532,7 @@ def _search(request: EvaluateRequest, search_request: SearchRequest, task: _Task
         where=_retrievers.parse_filter(request.where, searcher),
         ignore_identical_ids=task.ignores_identical_ids and shares_ids,
     )
-    with _options.option_errors(queries="--model"):
+    with _options.errors_name_options(queries="--model"):
         ranking = searcher.rank(task.queries, search_request)
     return _Search(source, searcher, search_request, ranking)
 
@@ -920,7 +924,7 @@ def _fuse(
             for query, scores in full_run.items()
         }
     else:
-        with _options.option_errors(normalization="--normalization", weights="--weight"):
+        with _options.errors_name_options(normalization="--normalization", weights="--weight"):
             fused_run = retrieval.interpolate(
                 rankings,
                 weights,

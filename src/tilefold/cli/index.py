@@ -894,7 +894,7 @@ def _build_late(request: IndexRequest) -> Any:
     queries = None
     if request.queries is not None:
         queries = _read_query_sample(request.queries)
-    with _options.option_errors(
+    with _options.errors_name_options(
         storage="--storage",
         pool_factor="--pool-factor",
         queries="--queries",
@@ -949,7 +949,7 @@ def _build_qdrant(
     is_on_server = request.url is not None
     default_name = request.folder.resolve().name
     with (
-        _options.option_errors(url="--url", weights="--weights", name="--collection"),
+        _options.errors_name_options(url="--url", weights="--weights", name="--collection"),
         _common.progress_bar("indexing") as update,
     ):
 
@@ -1074,7 +1074,7 @@ def _change_segments(
     metadata = None if collection is None else _metadata_of(collection, request.data)
     documents = None if collection is None else collection.documents
     counts: IndexUpdate = {"n_documents": 0, "written": 0, "deleted": 0, "unknown_ids": []}
-    with _options.option_errors(
+    with _options.errors_name_options(
         metadata="--data",
         documents="--data",
         vectors="--tokens" if is_late else "--vectors",
@@ -1125,7 +1125,7 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpda
         See :func:`_change`.
     """
     output = request.folder
-    with lock_path(output), _options.option_errors(index="--output", documents="--data"):
+    with lock_path(output), _options.errors_name_options(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)
         passages = index.provenance.passages
         documents = _NewDocuments({}, {})
@@ -1309,7 +1309,7 @@ def merge(request: MergeRequest) -> None:
     from tilefold.retrieval.index.merging import merge_vectors
 
     with (
-        _options.option_errors(folders="FOLDERS:", output_dir="--output"),
+        _options.errors_name_options(folders="FOLDERS:", output_dir="--output"),
         _common.heartbeat("merging"),
         _common.precision_warnings_as_notes(),
     ):

@@ -177,17 +177,17 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cpu": {"name": cpu_name(), "threads": torch.get_num_threads()},
-        "gpus": _gpus(),
+        "gpus": _describe_gpus(),
         "driver": driver_version(),
-        "triton": _triton(),
-        "operators": _operators(),
+        "triton": _describe_triton(),
+        "operators": _describe_operators(),
         "precision": _default_precisions(),
         "packages": {name: package_version(name) or None for name in OPTIONAL_PACKAGES},
     }
 
 
-def _gpus() -> list[dict[str, Any]]:
-    """Return the properties of each GPU of this machine."""
+def _describe_gpus() -> list[dict[str, Any]]:
+    """Return the name, compute capability and memory of each GPU of this machine."""
     import torch
 
     gpus = []
@@ -218,8 +218,13 @@ def _default_precisions() -> dict[str, dict[str, str]]:
     return precisions
 
 
-def _triton() -> dict[str, Any]:
-    """Return the installed release of Triton, and the kernels that it runs on each kind of GPU."""
+def _describe_triton() -> dict[str, Any]:
+    """Return the installed release of Triton, and the kernels that it runs on each kind of GPU.
+
+    Returns:
+        ``release``, or None without Triton; whether tilefold was ``tested`` with it; and compute
+        capability -> operator -> the kernel, and why no faster kernel runs.
+    """
     from tilefold.ops.implementations import kernel_of, releases
 
     release = releases.release()
@@ -237,12 +242,12 @@ def _triton() -> dict[str, Any]:
     }
 
 
-def _operators() -> dict[str, dict[str, Any]]:
-    """Return which implementation ``impl="auto"`` runs for each operator and kind of device.
+def _describe_operators() -> dict[str, dict[str, Any]]:
+    """Return which implementation each operator runs on the CPU and on the GPU, and why.
 
     Returns:
-        Operator -> type of device -> the implementation (``auto``), its ``kernels``, the reason
-        against Triton and the reason against faster kernels.
+        Operator -> ``"cpu"`` or ``"cuda"`` -> the result of :func:`_describe_choice`. It says which
+        implementation the argument ``impl="auto"`` of the operator chooses there.
     """
     import torch
 
@@ -252,26 +257,30 @@ def _operators() -> dict[str, dict[str, Any]]:
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     return {
-        name: {device.type: _implementation_on(operator, device) for device in devices}
+        name: {device.type: _describe_choice(operator, device) for device in devices}
         for name, operator in implementations.operators().items()
     }
 
 
-def _implementation_on(operator: Any, device: torch.device) -> dict[str, Any]:
-    """Return which implementation ``impl="auto"`` runs for an operator on a device, and why.
+def _describe_choice(operator: Any, device: torch.device) -> dict[str, Any]:
+    """Return which implementation the argument ``impl="auto"`` of an operator chooses, and why.
 
     Args:
         operator: the operator.
         device: the CPU, or a GPU.
+
+    Returns:
+        ``auto``, the implementation; ``why_not_triton``, the reason if it is not Triton;
+        ``kernels``, what it runs; ``why_not_faster``, the reason if tilefold has faster kernels.
     """
     import torch
 
     from tilefold.ops import implementations
 
     auto = implementations.resolve_impl("auto", device, operator)
-    # Triton may have failed in this process. Otherwise the device decides.
+    # A kernel may have failed in this process. Otherwise the device decides.
     failure = implementations.failure_of(operator, device)
-    kernel = "torch"
+    kernel = "torch"  # an implementation without kernels consists of torch operations
     why_not_faster = None
     if auto == "triton":
         capability = torch.cuda.get_device_capability(device)
@@ -352,11 +361,11 @@ def _print_plan(request: InfoRequest, model: str) -> None:
         request: the options of the command.
         model: the folder or name of the model. Only its configuration is read.
     """
-    config = _config_of(model)
+    config = _read_config(model)
     if _decoder_plan.is_decoder(config):
         _print_decoder_plan(request, model, config)
         return
-    shape = _shape_of(config)
+    shape = _encoder_shape(config)
     length = request.length or LENGTH
     query_length = request.query_length or QUERY_LENGTH
     gpu_memory = request.gpu_memory or GPU_MEMORY
@@ -441,7 +450,7 @@ def _print_decoder_plan(request: InfoRequest, model: str, config: Any) -> None:
 
 
 def _plan_encoding(request: InfoRequest, rate: float) -> dict[str, Any]:
-    """Estimate the time and the size of encoding, as entries of the plan for JSON.
+    """Return the estimated time and size of encoding, as entries of the plan for JSON.
 
     Args:
         request: the options of the command.
@@ -461,7 +470,7 @@ def _plan_encoding(request: InfoRequest, rate: float) -> dict[str, Any]:
     }
 
 
-def _config_of(model: str) -> Any:
+def _read_config(model: str) -> Any:
     """Read the configuration of a model, without its weights.
 
     Args:
@@ -488,11 +497,11 @@ def _config_of(model: str) -> Any:
 
 
 def _intermediate_name(config: Any) -> str:
-    """Return the name of the intermediate dimension in a configuration."""
+    """Return the name that a configuration has for the width of its feed-forward layers."""
     return "hidden_dim" if config.model_type == "distilbert" else "intermediate_size"
 
 
-def _shape_of(config: Any) -> Shape:
+def _encoder_shape(config: Any) -> Shape:
     """Return the dimensions of a BERT-like encoder.
 
     Args:
@@ -548,8 +557,8 @@ def _format_training(step: dict[str, Any], mini_batch_size: int) -> str:
     """Format the largest batch of a training step, and its memory.
 
     Args:
-        step: a :class:`Training` as a dictionary.
-        mini_batch_size: the pairs per mini-batch.
+        step: the estimate of a training step, as an entry of the plan.
+        mini_batch_size: the pairs of a query and a document per mini-batch.
     """
     return (
         f"at most {step['largest_batch']:,} pairs, with {step['fixed_gib']:.1f} GiB and "

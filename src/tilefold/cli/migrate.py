@@ -196,19 +196,19 @@ class MigrateRequest(EncodingOptions, DocumentFieldOptions):
         return {name: getattr(self, name) for name in RECORDED_OPTIONS}
 
     def resumed(self, record: MigrationRecord) -> MigrateRequest:
-        """Return the request with what the migration has recorded at its start.
+        """Return the request, with the options that the migration was started with.
 
         Args:
-            record: the record of the migration.
+            record: the file in which the migration has saved these options.
 
         Raises:
-            UsageError: if an option differs from the recorded one.
+            UsageError: if an option was given again with another value.
         """
         spellings = _options.spellings(type(self))
         defaults = {field.name: field.default for field in fields(self)}
         for name, recorded in record.options.items():
             value = getattr(self, name)
-            if value not in (defaults[name], recorded):
+            if value not in (defaults[name], recorded):  # an option at its default was left out
                 raise UsageError(
                     f"{spellings[name]}: expected {recorded}, with which the migration was "
                     f"started, got {value}. Leave it out, or discard the migration (--discard).",
@@ -280,17 +280,20 @@ class ModelEncoder:
 
     @cached_property
     def _loaded(self) -> tuple[Model, Encoding]:
-        """The model and its options of encoding."""
-        path = _models.checked_model_name(self._name, self._option_name)
+        """The model, and how it encodes texts, such as the tokens per batch.
+
+        At the first access, the model is loaded, and the dtype in which it computes is printed.
+        """
+        _models.checked_model_name(self._name, self._option_name)  # the error names this option
         model, model_kind = _models.load_kind(
-            self._name if self._name == _models.PACKAGED else path,
+            self._name,
             self._request.kind,
             self._request.dtype,
             fp8=self._request.fp8,
             invariant=self._request.invariant,
         )
-        _models.note_precision(self._name, model)
-        with _options.option_errors(storage="--storage"):
+        _models.print_precision(self._name, model)
+        with _options.errors_name_options(storage="--storage"):
             encoding = self._request.encoding(self._name, model_kind)
         return model, encoding
 
@@ -303,16 +306,24 @@ class ModelEncoder:
         return model_fingerprint(model)
 
     def encode(self, texts: Mapping[str, str], folder: Path) -> Any:
-        """Encode texts into a folder, and return the vectors; see :class:`DocumentEncoder`."""
+        """Encode texts, at a share of the machine, and return their vectors.
+
+        Args:
+            texts: document id -> text.
+            folder: the folder for the vectors. What it already has is not encoded again.
+        """
         from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
         from tilefold.retrieval.encoding.throttle import Throttle
 
         model, encoding = self._loaded
         throttle = Throttle(self._request.share, on_gpu=model.device.type == "cuda")
-        option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
+        option_errors = _options.errors_name_options(
+            max_length="--max-length", dimension="--dimension"
+        )
         with _common.resumable_progress_bar("encoding") as show, option_errors:
 
             def report_and_pause(n_done: int, n_texts: int) -> None:
+                """Show the progress, then leave the machine to other processes for a while."""
                 show(n_done, n_texts)
                 throttle.pause()
 
@@ -328,9 +339,10 @@ class ModelEncoder:
 
 
 def _build_and_cut_over(request: MigrateRequest) -> None:
-    """Build the new index, apply later updates to it, and let it take over with ``--cut-over``.
+    """Build an index with the new model, and with ``--cut-over`` let it replace the old index.
 
-    A migration that was started already is resumed.
+    Documents that were added to the old index meanwhile are added to the new one. A migration that
+    was started already is resumed.
 
     Args:
         request: the options of the command.
@@ -395,15 +407,17 @@ def _check_recorded_model(
 def _build(request: MigrateRequest, data: str, encoder: ModelEncoder) -> Migration:
     """Start or resume the migration, and build the new index.
 
+    Its documents are those of ``--data``, and those that were added to the old index over HTTP.
+
     Args:
         request: the options of the command.
-        data: the documents of the index.
+        data: the value of ``--data``.
         encoder: the new model.
     """
     from tilefold.retrieval.index.migration import Migration, MigrationRecord
     from tilefold.serve.document_log import DocumentLog
 
-    with _common.document_fields(_fields_of(request.recorded_options())):
+    with _common.document_fields(_recorded_document_fields(request.recorded_options())):
         collection = _common.load_data(
             data,
             documents_only=True,
@@ -417,13 +431,13 @@ def _build(request: MigrateRequest, data: str, encoder: ModelEncoder) -> Migrati
         migration = Migration(request.index, record)
     # After an interruption, the user is told that the same command resumes.
     _common.finished_work_checks.append(lambda: True)
-    generation = read_generation(request.index).id
+    generation = read_generation(request.index).id  # the committed state of the index
     migration.build(log.documents(collection.documents, generation), encoder)
     return migration
 
 
-def _fields_of(options: Mapping[str, Any]) -> DocumentFields:
-    """Return the field names of the documents that recorded options set."""
+def _recorded_document_fields(options: Mapping[str, Any]) -> DocumentFields:
+    """Return the names of the id, title and text fields that a migration has recorded."""
     return DocumentFields(options["id_field"], options["title_field"], options["text_field"])
 
 
@@ -438,7 +452,7 @@ def _start(
     Args:
         request: the options of the command.
         collection: the documents of ``--data``.
-        log: documents of the index that were put over HTTP.
+        log: the log of documents that were added to the index, or deleted from it, over HTTP.
         encoder: the new model.
 
     Raises:
@@ -464,8 +478,9 @@ def _start(
                 "index first (tilefold index --update).",
             )
     old_model = request.old_model
+    # The index does not have these documents yet, which the server has accepted.
     pending_ids = {change.document_id for change in log.pending(log.n_pending).values()}
-    generation = read_generation(request.index).id
+    generation = read_generation(request.index).id  # the committed state of the index
     migration = Migration.start(
         request.index,
         log.documents(collection.documents, generation),
@@ -485,7 +500,10 @@ def _start(
 
 
 def _recorded_name(model: str) -> str:
-    """Return the name of a model, or the absolute path of its folder."""
+    """Return the name of a model, or the absolute path of its folder, for the migration's record.
+
+    The name of the packaged model stays, also if there is a folder of this name.
+    """
     return model if model == _models.PACKAGED else _models.absolute(model)
 
 
@@ -495,7 +513,7 @@ def _print_state(
     *,
     is_rolled_back: bool = False,
 ) -> None:
-    """Print which index is searched, and the next commands.
+    """Print which of the two indexes is searched, where the other one is, and the next commands.
 
     Args:
         request: the options of the command.
@@ -536,7 +554,7 @@ def _describe_state(
         request: the options of the command.
         migration: the migration.
         n_documents: number of documents or passages of the index that is searched.
-        standby: the folder of the other index.
+        standby: the folder of the index that is not searched.
         is_rolled_back: whether the old index has just taken over again.
 
     Returns:
@@ -608,7 +626,7 @@ def _roll_back(request: MigrateRequest) -> None:
             "over; --discard removes the new one.",
         )
     old_model = request.old_model or migration.record.old_model
-    encoder = None
+    encoder = None  # encodes documents that were added since the new index took over, if any
     if old_model is not None:
         kind = _KIND_OF_BACKEND[read_description(migration.standby)["backend"]]
         encoder = ModelEncoder(replace(request, kind=kind), old_model, "--old-model")
@@ -719,8 +737,14 @@ def _preview(request: MigrateRequest, queries_file: Path) -> None:
     old_run = _search(request, old_index, old_model, queries)
     new_run = _search(request, new_index, record.model, queries)
     preview = Preview.of(old_run, new_run, queries, PREVIEW_DEPTH)
-    with _common.document_fields(_fields_of(record.options)):
-        difference = _difference(request, record.data, queries, old_run, new_run)
+    with _common.document_fields(_recorded_document_fields(record.options)):
+        difference = _compare_on_judged_queries(
+            request,
+            record.data,
+            queries,
+            old_run,
+            new_run,
+        )
     result = {
         **asdict(preview),
         "judged": None if difference is None else difference.to_dict(),
@@ -746,20 +770,20 @@ def _search(
 
     searcher = _retrievers.open_searcher(
         _retrievers.IndexOptions(index=index, model=model, dtype=request.dtype),
-        lambda provenance: _retrievers.SearcherParts(),
+        lambda _provenance_of_index: _retrievers.SearcherParts(),  # no reranker and no feedback
     )
     rankings = _retrievers.iterate_rankings(searcher, queries, SearchRequest(k=PREVIEW_DEPTH))
     return {ranking.query: ranking.scores for ranking in rankings}
 
 
-def _difference(
+def _compare_on_judged_queries(
     request: MigrateRequest,
     data: str,
     queries: Mapping[str, str],
     old_run: Run,
     new_run: Run,
 ) -> Difference | None:
-    """Compare nDCG@10 of two runs on the queries that the collection judges.
+    """Compare nDCG@10 of the old and the new index, on queries with relevance judgements.
 
     A query is judged if the collection has a query with its id and its text, and judgements of it.
 

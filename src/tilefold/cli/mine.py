@@ -269,7 +269,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
         if match is None:
             raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {text!r}.")
         first, last = match.groups()
-        with _options.option_errors(ranks="--ranks", count="--per-query"):
+        with _options.errors_name_options(ranks="--ranks", count="--per-query"):
             windows.append(retrieval.Window(int(first), int(last), count))
     return windows
 
@@ -280,7 +280,7 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
     if margin is None and max_score_share is None:
         return None
-    with _options.option_errors(margin="--margin", max_share="--max-score-share"):
+    with _options.errors_name_options(margin="--margin", max_share="--max-score-share"):
         return FalseNegatives(margin, max_score_share)
 
 
@@ -620,7 +620,7 @@ def _without_false_negatives(
         rows: the scored rows.
         false_negatives: the filter of these options.
     """
-    with _options.option_errors(margin="--margin", max_share="--max-score-share"):
+    with _options.errors_name_options(margin="--margin", max_share="--max-score-share"):
         filtered_rows: TrainingRows = retrieval.drop_false_negatives(rows, false_negatives)
     filtered_rows.made_by["score_margin"] = request.margin
     filtered_rows.made_by["score_max_share"] = request.max_score_share

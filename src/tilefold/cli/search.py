@@ -364,7 +364,7 @@ def _save_run(
     _scores.check_ids_of_run(queries, document_ids)
     run: dict[str, dict[str, float]] = {}
     n_ignored = 0
-    with _options.option_errors(documents="--data", tokens="--rerank"):
+    with _options.errors_name_options(documents="--data", tokens="--rerank"):
         for ranking in _retrievers.iterate_rankings(searcher, queries, search_request):
             run[ranking.query] = ranking.scores
             n_ignored += ranking.ignored_identical_id
@@ -492,7 +492,7 @@ def _print_hits_of_queries(
         request.heat_maps.mkdir(parents=True, exist_ok=True)
         heat_map_paths = _HeatMapPaths(request.heat_maps)
     for query_id, text in _read_queries(request):
-        with _options.option_errors(
+        with _options.errors_name_options(
             documents="--data",
             explain="--explain",
             tokens="--rerank",

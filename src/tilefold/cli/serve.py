@@ -325,7 +325,7 @@ def serve(request: ServeRequest) -> None:
     key = _read_key(request.api_key_file, "--api-key-file", KEY_VARIABLE)
     admin_key = _read_key(request.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     origins = request.cors_allow_origin or []
-    with _options.option_errors(origins="--cors-allow-origin"):
+    with _options.errors_name_options(origins="--cors-allow-origin"):
         check_origins(origins)
     _models.check_model_names(
         {
@@ -630,7 +630,7 @@ def _load_models(request: ServeRequest) -> list[Served]:
             dtype=request.dtype,
             invariant=request.invariant,
         )
-        _models.note_precision(request.model, model)
+        _models.print_precision(request.model, model)
         _limit_length(model, request.max_length)
         models.append(Served(model, kind, request.model))  # type: ignore[arg-type]
     if request.tokens is not None:
@@ -796,7 +796,7 @@ def _searchable(
         documents = log.documents(collection_documents, generation_id)
     vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
     words = None if request.bm25 is None else _load_bm25(request.bm25)
-    option_errors = _options.option_errors(
+    option_errors = _options.errors_name_options(
         vectors=f"--vectors: {request.vectors}",
         second=f"--bm25: {request.bm25}",
         tokens="--tokens",

@@ -452,7 +452,7 @@ def train(request: TrainRequest) -> None:
     exit_code = _options.run_on_devices(request.devices)
     if exit_code is not None:
         raise typer.Exit(exit_code)
-    with _options.option_errors(**_option_of_field()), join_ranks(training=True) as rank:
+    with _options.errors_name_options(**_option_of_field()), join_ranks(training=True) as rank:
         result = _train_on_rank(config, request, splitter, rank)
     if rank == 0:
         _report(result, config, request, splitter)
@@ -743,7 +743,7 @@ def _configure(request: TrainRequest) -> Any:
     late = RECIPES[name].recipe.late
     _refuse_options_of_other_recipes(request, name, late)
     try:
-        with _options.option_errors(**_option_of_field()):
+        with _options.errors_name_options(**_option_of_field()):
             recipe = get_recipe(name, **_fields_of(request))
             values = recipe.to_dict()
             if late:
