@@ -32,7 +32,7 @@ _FRAME = re.compile(r"[\s┏┓┗┛┡┩├┤└┘━─┳┻╇┴┼]*")
 _LINE_OF_DATA = re.compile(
     r"│ (?:#|q\d*|q-\S+) │.*"  # a row of a table whose first cell is a rank or a query id
     r"|\S+ \S+ #"  # a token of a query, a token of a document and their similarity
-    r"|# of # [a-z ]+ (?:was|were) cut at # tokens",
+    r"|# of # [a-z ]+ (?:was|were) truncated at # tokens",
 )
 # Largest value of these options in a test.
 _SIZES_OF_TRAINING = {"--steps": 4, "--batch-size": 4, "--evaluate-steps": 2}

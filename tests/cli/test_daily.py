@@ -650,7 +650,7 @@ def test_encode_reports_truncated_texts_with_one_and_with_several_processes(
         "4",
     )
     outcome = call(*encode, "--output", tmp_path / "one", "--json")
-    assert outcome.notes == [TRUNCATION_REMEDY, "4 of 16 documents were cut at 24 tokens"]
+    assert outcome.notes == [TRUNCATION_REMEDY, "4 of 16 documents were truncated at 24 tokens"]
     expected = {"count": 4, "max_length": MAX_LENGTH}
     assert json.loads(outcome.out)["truncated"] == expected
     arguments = [str(word) for word in (*encode, "--output", tmp_path / "two", "--devices", "2")]
@@ -689,7 +689,7 @@ def test_train_reports_truncated_texts_also_when_a_run_is_reused(
     # 12 queries and 12 documents, twice
     expected = [{"texts": 48, "count": 6, "max_length": MAX_LENGTH}]
     assert json.loads(outcome.out)["truncated"] == expected
-    message = "6 of 48 uses of training texts were cut at 24 tokens"
+    message = "6 of 48 uses of training texts were truncated at 24 tokens"
     assert outcome.err.splitlines()[-1] == message
     assert message in call(*train).err
 
@@ -698,7 +698,7 @@ def test_search_reports_truncated_queries(call: Call, truncated: Path) -> None:
     index = ("--index", truncated / "index", "--model", truncated / "model", "--json")
     assert call("evaluate", *index, "--data", truncated / "data").notes == []
     long_query = call("search", "words " * 30, *index)
-    assert long_query.notes == ["1 of 1 queries was cut at 24 tokens"]
+    assert long_query.notes == ["1 of 1 queries was truncated at 24 tokens"]
 
 
 def test_evaluate_reports_truncated_documents_of_a_dense_model(
@@ -707,7 +707,7 @@ def test_evaluate_reports_truncated_documents_of_a_dense_model(
 ) -> None:
     data = ("--data", truncated / "data", "--json")
     outcome = call("evaluate", "--model", "minilm", "--max-length", "12", *data)
-    reports = re.findall(r"\d+ of (\d+) (\w+) were cut at 12 tokens", outcome.err)
+    reports = re.findall(r"\d+ of (\d+) (\w+) were truncated at 12 tokens", outcome.err)
     assert reports == [("16", "documents")], outcome.err
 
 
@@ -769,7 +769,7 @@ def test_encode_resumes_and_says_where(call: Call, truncated: Path, tmp_path: Pa
     assert call(*encode).notes == [
         f"encoding resumes: {n_encoded} of 16 were done before (--fresh starts over)",
         TRUNCATION_REMEDY,
-        "4 of 16 documents were cut at 24 tokens",
+        "4 of 16 documents were truncated at 24 tokens",
     ]
     nothing_to_do = (
         "encoding has nothing left to do: 16 of 16 were done before (--fresh starts over)"

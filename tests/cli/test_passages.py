@@ -298,7 +298,7 @@ def test_encode_reports_passages_that_the_model_truncates(
 ) -> None:
     outcome = done(call(*encode_command, *PASSAGES, "--max-length", "5"))
     assert "4 documents were split into 16 passages of at most 6 words" in outcome.err
-    assert "16 of 16 passages were cut at 5 tokens" in outcome.err
+    assert "16 of 16 passages were truncated at 5 tokens" in outcome.err
     assert "--passages fewer words" in outcome.err
 
 

@@ -135,7 +135,7 @@ class _TokenizerPatch:
             self._n_users += 1
 
     def release(self) -> None:
-        """Restore the class if nobody else uses the patch."""
+        """Restore the class if no other context uses the patch."""
         from transformers import PreTrainedTokenizerBase as Tokenizer
 
         with self._lock:
@@ -282,7 +282,7 @@ class Tally:
         truncation.add(n_texts, count, max_length)
 
     def sentences(self) -> list[str]:
-        """Describe the truncated texts, such as "3 of 1,000 queries were cut at 32 tokens".
+        """Describe the truncated texts, such as "3 of 1,000 queries were truncated at 32 tokens".
 
         Returns:
             A sentence for each kind of text and limit, if any of its texts were truncated.
@@ -295,7 +295,7 @@ class Tally:
             verb = "was" if truncation.count == 1 else "were"
             sentences.append(
                 f"{truncation.count:,} of {truncation.texts:,} {plural} "
-                f"{verb} cut at {limit} tokens",
+                f"{verb} truncated at {limit} tokens",
             )
         return sentences
 

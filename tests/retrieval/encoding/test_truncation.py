@@ -157,7 +157,7 @@ def test_queries_have_a_length_of_their_own(
     assert documents.truncated == {"count": longer(splade, limit=61), "max_length": 61}
     assert queries.truncated == {"count": longer(splade, limit=62), "max_length": 62}
     assert tally.sentences() == [
-        f"{queries.truncated['count']} of {len(TEXTS)} queries were cut at 62 tokens",
+        f"{queries.truncated['count']} of {len(TEXTS)} queries were truncated at 62 tokens",
     ]
 
 
@@ -197,7 +197,7 @@ def test_texts_that_are_cut_on_the_left_are_counted(
 def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
     with way(splade), tally_truncation() as tally:
         encode_queries(splade, TEXTS, batch_size=4)
-        assert tally.sentences() == [f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens"]
+        assert tally.sentences() == [f"10 of {len(TEXTS)} queries were truncated at {LIMIT} tokens"]
     modules = [Transformer(splade[0].tokenizer.name_or_path), Pooling(32)]
     dense = SentenceTransformer(
         modules=modules,
@@ -207,8 +207,8 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
     with tally_truncation() as tally:
         encode_queries(splade, {"q": TEXTS["n200"]})
         encode_dense(dense, TEXTS, kind="document", batch_size=4)
-    message = f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens"
-    assert sorted(tally.sentences()) == [f"1 of 1 queries was cut at {LIMIT} tokens", message]
+    message = f"{CUT} of {len(TEXTS)} documents were truncated at {LIMIT} tokens"
+    assert sorted(tally.sentences()) == [f"1 of 1 queries was truncated at {LIMIT} tokens", message]
 
 
 def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
