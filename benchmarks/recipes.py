@@ -432,7 +432,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=50,
         help="documents that BM25 mines for each training query",
     )
-    add("--teacher", default="minilm", help="dense model beside BM25; none for BM25 alone")
+    add("--teacher", default="minilm", help="dense model in addition to BM25; none for BM25 alone")
     add("--language", default="english", help="of BM25; none for scripts without spaces")
     add("--limit", type=int, help="reduce collections to this many documents and queries")
     add(

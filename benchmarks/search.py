@@ -399,7 +399,7 @@ def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: AllHi
         summed.append([(documents.ids[i], float(scores[i])) for i in best])
     indexed = truth[: len(summed)]
     gate = check_exact(summed, indexed, recall(summed, indexed))
-    return "" if gate == "ok" else f"beside a sum over all vectors: {gate}"
+    return "" if gate == "ok" else f"compared with a sum over all vectors: {gate}"
 
 
 def recall(truth: AllHits, actual: AllHits) -> float:

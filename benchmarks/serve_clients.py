@@ -27,8 +27,8 @@ START_SECONDS = 180
 STOP_SECONDS = 60
 # pause of a client after an answer that is not 200
 REFUSED_PAUSE = 0.05
-# the first request of a client is so many after that of the client before, a prime number, so that
-# clients do not send the same requests at a time
+# Number of requests between the first request of a client and that of the next one. It is prime, so
+# that clients do not send the same requests at the same time.
 _REQUEST_STRIDE = 7919
 _HEAD_END = b"\r\n\r\n"
 # where the code is in an answer: "HTTP/1.1 200"

@@ -1,4 +1,4 @@
-r"""Time requests to tilefold serve, beside sentence-transformers behind the same route.
+r"""Time requests to tilefold serve, and to sentence-transformers behind the same route.
 
     python -m benchmarks.serve_load --model FOLDER [--clients 1 --clients 8] [--seconds 8] \
         [--device cuda]

@@ -19,7 +19,7 @@ RAGGED_MEDIAN = 50.0
 RAGGED_DEVIATION = 0.85
 # tokens of documents of full length
 FULL_LENGTH = 240
-# texts have so many times the tokens that are read, since the tokens of a word are an average
+# texts have this many times the tokens that are read, since the tokens of a word are an average
 LENGTH_MARGIN = 1.15
 # words that the tokens of a word are measured on
 _N_SAMPLED_WORDS = 2000

@@ -2,9 +2,9 @@
 scripts/export_kernels.py FOLDER``.
 
 The layout is that of a package without compiled code: ``build.toml`` and
-``torch-ext/tilefold_kernels``, whose imports are all relative, which needs torch (and Triton on a
-GPU) alone, and whose torch operators have a namespace of their own, so that it loads beside an
-installed tilefold. ``metadata.json`` is made by kernel-builder from this folder.
+``torch-ext/tilefold_kernels``. All imports of the package are relative, and it needs only torch,
+and Triton on a GPU. Its torch operators have a namespace of their own, so that it can be loaded
+together with an installed tilefold. kernel-builder makes ``metadata.json`` from this folder.
 """
 
 from __future__ import annotations

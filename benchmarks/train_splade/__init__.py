@@ -1,3 +1,3 @@
-"""Training a SPLADE encoder: the largest batch that fits and the time of a step, stock beside
-fused, in one run.
+"""Training a SPLADE encoder: the largest batch that fits and the time of a step, of the stock and
+of the fused head in one run.
 """

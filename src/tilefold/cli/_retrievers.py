@@ -56,8 +56,8 @@ class PassageOptions(Options):
     passages: Annotated[
         int | None,
         option(
-            "Split documents into passages of at most so many words; a search then ranks documents "
-            "by their best passage.",
+            "Largest number of words of a passage. Documents are split into passages, and a search "
+            "ranks documents by their best passage.",
         ),
     ] = None
     stride: Annotated[

@@ -80,7 +80,8 @@ class EncodingOptions(DtypeOptions):
     pool_factor: Annotated[
         float | None,
         option(
-            "Token vectors: merge similar vectors of a document, so that one of so many is left.",
+            "Token vectors: merge similar vectors of a document. Their number is divided by this "
+            "factor.",
         ),
     ] = None
     dimension: Annotated[

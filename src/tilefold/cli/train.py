@@ -205,8 +205,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     passages: Annotated[
         int | None,
         option(
-            "Train on passages of at most so many words, and on the best passage by BM25 of each "
-            "relevant document.",
+            "Largest number of words of a passage. Trains on passages instead of documents, and on "
+            "the best passage by BM25 of each relevant document.",
             panel="Passages",
         ),
     ] = None
@@ -317,7 +317,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     patience: Annotated[
         int | None,
         option(
-            "Stop after so many evaluations in a row without an improvement.",
+            "Number of evaluations in a row without an improvement after which training stops.",
             panel="Evaluation while training",
         ),
     ] = None

@@ -36,11 +36,11 @@ class EchoTransformer(Transformer):
 
     In the second copy, causal attention has access to the complete text (echo embeddings).
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A
-    text is cut to ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal
-    whatever its length. The ``attention_mask`` that leaves this module marks the second copy only,
-    so that every pooling module, plain or accelerated, pools over it; a row of an empty text has no
-    token there and gets the scores 0. A prompt is put before the template, once. Without a task
-    (``encode``), the document's template is used.
+    text is truncated to ``n = (max_seq_length - others) // 2`` tokens first, so that both copies
+    are always equal. The ``attention_mask`` of the output marks the second copy only, so that every
+    pooling module, plain or accelerated, pools over it. The row of an empty text has no token there
+    and gets the scores 0. A prompt comes before the template, once. Without a task (``encode``),
+    the document's template is used.
 
     Args:
         model_name_or_path, options: arguments of ``Transformer``.

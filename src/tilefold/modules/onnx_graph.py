@@ -231,7 +231,7 @@ class OnnxGraph(FusedPooling, InputModule):
         path = load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **location)
         if path is None:
             raise ValueError(
-                f"{model_name_or_path}: expected {GRAPH} beside its settings, found no such file. "
+                f"{model_name_or_path}: expected {GRAPH} next to its settings, got no such file. "
                 "Export the model again.",
             )
         tokenizer = load_tokenizer(model_name_or_path, subfolder, location)

@@ -130,7 +130,7 @@ def warn_unused_batch_tokens() -> None:
     """Warn that ``batch_tokens`` has no effect for a model whose texts are padded."""
     warnings.warn(
         "batch_tokens does nothing for a model whose texts are padded: "
-        "its batches are cut by batch_size.",
+        "batch_size divides them into batches.",
         stacklevel=3,
     )
 

@@ -173,8 +173,8 @@ def load_complete(load: Callable[..., M], name_or_path: str) -> M:
     transformers would only warn, and initialize missing weights randomly.
 
     Args:
-        load: function or class that loads the model, with the arguments of ``SparseEncoder``. It is
-            told not to run code from the model's files.
+        load: function or class that loads the model, with the arguments of ``SparseEncoder``. Its
+            arguments forbid running code from the model's files.
         name_or_path: a folder or a Hugging Face name.
 
     Raises:

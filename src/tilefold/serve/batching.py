@@ -448,7 +448,7 @@ def _resolve_on_loops(outcomes: list[_Outcome]) -> None:
         ]
         try:
             loop.call_soon_threadsafe(_resolve_futures, outcomes_of_loop)
-        except RuntimeError:  # the loop has closed, so nobody waits
+        except RuntimeError:  # the loop has closed, so no request waits
             _logger.debug("%d answers came after the event loop's end", len(outcomes_of_loop))
 
 

@@ -136,7 +136,7 @@ class LoadingApp:
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         """Load the application once the server has started, and run it until the server stops.
 
-        The server is told at once that the start is complete, so that it listens.
+        The start is confirmed at once, so that the server listens while the application loads.
 
         Args:
             receive: ASGI function that returns the start and the stop of the server.

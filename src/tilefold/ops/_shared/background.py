@@ -69,8 +69,8 @@ class BackgroundTasks:
     def start(self, key: Hashable, function: Callable[[], object]) -> None:
         """Run a function in a thread, unless one with this key waits or runs already.
 
-        Its result and its errors are dropped: the function must store its result, and whoever needs
-        it calls the function again if there is none, which raises the error there.
+        Its result and its errors are dropped, so the function must store its result itself. Code
+        that needs the result and finds none calls the function again, which raises the error there.
 
         Args:
             key: what the function makes.

@@ -11,7 +11,7 @@ from tilefold.distributed.ranks import share_of_cores
 __all__ = ["Throttle", "lower_priority"]
 
 _LOWEST_PRIORITY = 19
-# Longer pauses are cut to this length; the rest is not made up.
+# Longer pauses are shortened to this length, without a longer pause later.
 _MAX_PAUSE_SECONDS = 60.0
 
 
