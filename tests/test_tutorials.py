@@ -15,7 +15,9 @@ from tests.tutorials import missing_lines
         pytest.param("trained in ... s, loss 1.2", "trained in 7 s, loss 0.9", id="left out"),
         pytest.param("...\n1 query", "a note\n400 query", id="lines left out"),
         pytest.param("│ a │ +0.10 │  0.01* │", "│ a   │ -0.3 │ 1.0 │", id="a row, not significant"),
-        pytest.param("3 of 90 documents were truncated at 64 tokens", "", id="no text was truncated"),
+        pytest.param(
+            "3 of 90 documents were truncated at 64 tokens", "", id="no text was truncated"
+        ),
         pytest.param("┏━━━┳━┓\n│ 1 │ d5 │", "┏━┳━┓\n│ 1 │ d7 │", id="a row with a rank"),
     ],
 )
