@@ -27,7 +27,7 @@ from tilefold.serve.bodies import (
     format_numbers,
     keep_largest,
     sparse_cosines,
-    sparse_rows,
+    sparse_vectors_json,
     split_rows,
 )
 from tilefold.serve.models import Served
@@ -50,8 +50,8 @@ def test_weights_of_16_bits_are_written_by_table_as_by_formatting() -> None:
     rows = split_rows([0, 0, 2, len(weights), len(weights)], indices, weights)
     assert [bool(row.json) for row in rows] == [False, True, True, False]
     rows_without_json = [Row(row.indices, row.weights) for row in rows]
-    written = sparse_rows(rows, body, str)
-    assert written == sparse_rows(rows_without_json, body, str)
+    written = sparse_vectors_json(rows, body, str)
+    assert written == sparse_vectors_json(rows_without_json, body, str)
     assert [entry["index"] for entry in json.loads(written[1])] == [0, 3]
 
 
@@ -60,7 +60,9 @@ def test_weights_of_32_bits_are_formatted() -> None:
     (row,) = split_rows([0, 2], np.array([0, 3], np.int32), weights)
     assert not row.json
     last_weight = format_numbers(row.weights)[1]
-    assert f"{last_weight}}}]".encode() in sparse_rows([row], EmbedSparse(inputs="a"), str)[0]
+    assert (
+        f"{last_weight}}}]".encode() in sparse_vectors_json([row], EmbedSparse(inputs="a"), str)[0]
+    )
 
 
 def test_the_strongest_entries_of_a_row_have_no_json_of_the_row() -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.data.collection import Document
-from tilefold.serve.bodies import ServeError, StrictBody, invalid, to_json
+from tilefold.serve.bodies import ServeError, StrictBody, invalid_input_error, to_json
 from tilefold.serve.document_log import Change
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.service import Follower, Service, Writer
@@ -64,7 +64,7 @@ class DocumentBody(StrictBody):
             ServeError: if it has neither a title nor a text.
         """
         if not self.title.strip() and not self.text.strip():
-            raise invalid(f"document {self.id!r} has neither a title nor a text")
+            raise invalid_input_error(f"document {self.id!r} has neither a title nor a text")
         return Document(self.id, self.title, self.text, self.metadata)
 
 
@@ -189,10 +189,10 @@ def _wait_parameter(request: Request) -> bool:
     values = {"true": True, "false": False}
     unknown = [name for name in request.query_params if name != "wait"]
     if unknown:
-        raise invalid(f"unknown query parameter {unknown[0]!r}, expected wait")
+        raise invalid_input_error(f"unknown query parameter {unknown[0]!r}, expected wait")
     value = request.query_params.get("wait", "false")
     if value not in values:
-        raise invalid(f"`wait` expected true or false, got {value!r}")
+        raise invalid_input_error(f"`wait` expected true or false, got {value!r}")
     return values[value]
 
 

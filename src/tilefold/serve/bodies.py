@@ -136,7 +136,7 @@ def _is_input(value: object) -> bool:
 
 
 def _with_image_data(value: Any) -> Any:
-    """Return the image of an object with one, and any other value unchanged."""
+    """Replace an object ``{"image": base64}`` by its image, and return other values unchanged."""
     if isinstance(value, dict) and _is_image(value):
         return ImageData.parse(value["image"])
     return value
@@ -146,7 +146,7 @@ class Single(list[Any]):
     """List of one input that a request has sent without a list, which metrics count separately."""
 
 
-def _one_or_list(
+def _one_or_list_validator(
     is_input: Callable[[object], bool],
     is_item: Callable[[object], bool],
     expected: str,
@@ -155,9 +155,9 @@ def _one_or_list(
 
     The validated field is always a list: a single input is wrapped in a :class:`Single`.
 
-    Both functions tell whether a value is an input, but not always the same for an empty list. The
-    field ``[]`` is a list without inputs. The field ``[[]]`` is a list of one input without token
-    ids, which is refused later with a better message.
+    The two functions may differ for an empty list. The field ``[]`` is a list without inputs, and
+    not an input without token ids. The field ``[[]]`` is a list of one input without token ids,
+    which is refused later with a better message.
 
     Args:
         is_input: function that returns whether the value of the field is a single input.
@@ -165,19 +165,22 @@ def _one_or_list(
         expected: description of a valid field, for the error message.
     """
 
-    def check(value: object) -> list[Any]:
-        """Return the inputs, or raise ``ValueError``."""
+    def to_list(value: object) -> list[Any]:
+        """Return the inputs of a field, with images decoded from base64, or raise ``ValueError``.
+
+        A single input becomes a list of the class :class:`Single`, which metrics count separately.
+        """
         if is_input(value):
             return Single([_with_image_data(value)])
         if isinstance(value, list) and all(map(is_item, value)):
             return [_with_image_data(item) for item in value]
         raise ValueError(f"expected {expected}")
 
-    return PlainValidator(check)
+    return PlainValidator(to_list)
 
 
 def _parse_documents(value: object) -> list[Any]:
-    """Return the texts and images of the field ``documents``.
+    """Return the texts and images of the field ``documents`` of ``/rerank``.
 
     The field is a list of texts, or of objects with a text or an image.
 
@@ -205,7 +208,7 @@ def _check_direction(value: object) -> str:
 
 Inputs = Annotated[
     list[Any],
-    _one_or_list(
+    _one_or_list_validator(
         _is_input,
         _is_item,
         'a text, a list of texts, lists of token ids, or images as {"image": base64}',
@@ -214,12 +217,12 @@ Inputs = Annotated[
 ]
 Texts = Annotated[
     list[Any],
-    _one_or_list(_is_text, _is_text, "a text or a list of texts"),
+    _one_or_list_validator(_is_text, _is_text, "a text or a list of texts"),
     WithJsonSchema(_TEXTS_SCHEMA),
 ]
 IdLists = Annotated[
     list[Any],
-    _one_or_list(
+    _one_or_list_validator(
         _is_nonempty_ids,
         _is_ids,
         "a list of token ids, or a list of such lists",
@@ -272,7 +275,7 @@ class EmbedSparse(EmbedAll):
     # Entries with this weight or less are left out.
     threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     tokens: bool = False  # whether entries have their token
-    format: Literal["values", "arrays", "tokens"] = "values"  # see _sparse_row()
+    format: Literal["values", "arrays", "tokens"] = "values"  # see _sparse_vector_json()
 
 
 class Embed(EmbedAll):
@@ -418,12 +421,12 @@ class ServeError(Exception):
         return to_json({"message": self.message, "code": self.status, "type": self.kind})
 
 
-def invalid(message: str, label: str | None = None) -> ServeError:
+def invalid_input_error(message: str, label: str | None = None) -> ServeError:
     """Create the error for a body with a wrong value, with status 422."""
     return ServeError("Validation", f"Input validation error: {message}", label=label)
 
 
-def empty(name: str) -> ServeError:
+def empty_input_error(name: str) -> ServeError:
     """Create the error for an empty text or an empty list of token ids, with status 400."""
     return ServeError(
         "Empty",
@@ -432,7 +435,7 @@ def empty(name: str) -> ServeError:
     )
 
 
-def wrong_model(message: str) -> ServeError:
+def wrong_model_error(message: str) -> ServeError:
     """Create the error for a route whose kind of model the service lacks, with status 424."""
     return ServeError("Backend", message, label="model_type")
 
@@ -467,7 +470,8 @@ def keep_largest(row: Row, top_k: int | None, threshold: float | None) -> Row:
     """
     # numpy would convert a threshold above the largest float32 to infinity, with a warning.
     largest_float32 = float(np.finfo(np.float32).max)
-    positions = np.flatnonzero(row.weights > min(threshold or 0.0, largest_float32))
+    min_weight = min(threshold or 0.0, largest_float32)
+    positions = np.flatnonzero(row.weights > min_weight)
     if top_k is not None and positions.size > top_k:
         # A stable sort keeps equal weights in the order of their indices.
         by_weight = np.argsort(-row.weights[positions], kind="stable")
@@ -480,39 +484,55 @@ def json_list(items: Sequence[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
-def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], str]) -> list[bytes]:
+def sparse_vectors_json(
+    rows: Sequence[Row],
+    body: EmbedSparse,
+    token_of_index: Callable[[int], str],
+) -> list[bytes]:
     """Serialize sparse vectors to the JSON of ``/embed_sparse``.
 
     Args:
         rows: the vectors.
         body: body of the request, whose options select entries and the format.
-        token: function that returns the name of a term.
+        token_of_index: function that returns the token of a vocabulary index.
     """
     if body.top_k is not None or body.threshold is not None:
         rows = [keep_largest(row, body.top_k, body.threshold) for row in rows]
-    return [_sparse_row(row, body, token) for row in rows]
+    return [_sparse_vector_json(row, body, token_of_index) for row in rows]
 
 
-def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
+def _sparse_vector_json(
+    row: Row,
+    body: EmbedSparse,
+    token_of_index: Callable[[int], str],
+) -> bytes:
     """Serialize a sparse vector to JSON in the format that a request asks for.
+
+    The formats are ``"values"`` (a list of entries), ``"arrays"`` (an object of lists) and
+    ``"tokens"`` (an object of token -> weight).
 
     Args:
         row: the vector.
-        body: body of the request, with the format and whether entries have their tokens.
-        token: function that returns the name of a term.
+        body: body of the request, with the format and whether to add tokens to the first two.
+        token_of_index: function that returns the token of a vocabulary index.
     """
-    if row.json and body.format == "values" and not body.tokens:
-        return row.json  # it was serialized together with its batch
+    # The batch worker has serialized `row.json` in the default format, which has no tokens.
+    is_default_format = body.format == "values" and not body.tokens
+    if row.json and is_default_format:
+        return row.json
     indices = row.indices.tolist()
     weights = format_numbers(row.weights)
-    tokens: list[str] | None = None
-    if body.tokens or body.format == "tokens":
-        tokens = [json.dumps(token(index)) for index in indices]
+    if body.format == "tokens":
+        return _weights_by_token_json(weights, _tokens_json(indices, token_of_index))
+    tokens = _tokens_json(indices, token_of_index) if body.tokens else None
     if body.format == "arrays":
         return _arrays_json(indices, weights, tokens)
-    if body.format == "tokens" and tokens is not None:
-        return _weights_by_token_json(weights, tokens)
     return _entries_json(indices, weights, tokens)
+
+
+def _tokens_json(indices: Sequence[int], token_of_index: Callable[[int], str]) -> list[str]:
+    """Return the token of each vocabulary index as a JSON string."""
+    return [json.dumps(token_of_index(index)) for index in indices]
 
 
 def _weights_by_token_json(weights: Sequence[str], tokens: Sequence[str]) -> bytes:
@@ -625,7 +645,7 @@ def split_rows(
     Rows are copied, so that a cache of some rows does not keep the memory of the whole batch.
 
     Args:
-        offsets: position of each row's first entry, and number of entries n.
+        offsets: CSR offsets of the rows: where each row begins, and last the number of entries n.
         indices: indices of the terms of all rows, ``[n]``.
         weights: weights of all rows in fp32, ``[n]``.
     """
@@ -660,7 +680,8 @@ def _json_entries(
         bits: bit patterns of the weights, ``[n]``: bfloat16 numbers that are stored as float32.
     """
     values = _bfloat16_texts.format(bits)
-    # The table's size is a power of 2, so that only a few different tables are computed and cached.
+    # The table has an opening for every index up to the largest one of the batch. Its size is
+    # rounded up to a power of 2, so that only a few different tables are computed and cached.
     n_openings = 1 << int(indices.max()).bit_length()
     openings = _entry_openings(n_openings)[indices]
     entries = np.empty(
@@ -673,19 +694,24 @@ def _json_entries(
 
 
 def _join_entries(entries: npt.NDArray[np.void]) -> bytes:
-    """Join the entries of a row to a JSON list, without their padding."""
+    """Join the entries of a row to a JSON list, without their padding.
+
+    Args:
+        entries: entries such as ``},{"index":7,"value":0.5``, padded with zero bytes. Each closes
+            the one before it.
+    """
     joined = entries.tobytes().translate(None, b"\0")
     return b"[" + joined.removeprefix(b"},") + b"}]"
 
 
-def vectors(rows: Sequence[Vector]) -> list[bytes]:
+def dense_vectors_json(rows: Sequence[Vector]) -> list[bytes]:
     """Serialize each dense vector ``[D]`` to a JSON list."""
     return [f"[{','.join(format_numbers(row))}]".encode() for row in rows]
 
 
-def matrices(rows: Sequence[Tensor]) -> list[bytes]:
+def token_vectors_json(rows: Sequence[Tensor]) -> list[bytes]:
     """Serialize each tensor of token vectors ``[tokens, D]`` to a JSON list of lists."""
-    return [json_list(vectors(list(row.numpy()))) for row in rows]
+    return [json_list(dense_vectors_json(list(row.numpy()))) for row in rows]
 
 
 def sparse_cosines(source: Row, others: Sequence[Row]) -> list[float]:

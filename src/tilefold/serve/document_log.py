@@ -155,7 +155,7 @@ class _LogFile:
 
 
 @dataclass(frozen=True)
-class _Writing:
+class _UnfinishedSegment:
     """A segment that a process is adding to the index, or was adding when it was killed.
 
     Attributes:
@@ -170,16 +170,17 @@ class _Writing:
     sequence_before: int
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> _Writing:
-        """Create the record that ``applied.json`` has, also that of an earlier version."""
+    def from_json(cls, fields: Mapping[str, Any]) -> _UnfinishedSegment:
+        """Create the record from ``applied.json``; fields of earlier versions are ignored."""
         return cls(fields["sequence"], fields["failed"], fields["sequence_before"])
 
     def last_change_in(self, generation: str, publication: Publication | None) -> int:
         """Return the sequence number of the last change that a generation of the index has.
 
         Args:
-            generation: id of the generation.
-            publication: the last addition to the index; ``None`` if there was none.
+            generation: id of the generation, a committed state of the index.
+            publication: record of the last segment that was added to the index, which says whether
+                a generation has it; ``None`` if none was added.
         """
         if publication is None or publication.sequence != self.sequence:
             return self.sequence_before  # the process has not begun to publish the segment
@@ -187,7 +188,7 @@ class _Writing:
 
 
 @dataclass(frozen=True)
-class _Applied:
+class _AppliedChanges:
     """Which changes the index has, as ``applied.json`` says.
 
     Attributes:
@@ -201,11 +202,14 @@ class _Applied:
     sequence: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     failed_since: Mapping[str, int] = field(default_factory=dict)
-    writing: _Writing | None = None
+    writing: _UnfinishedSegment | None = None
 
     @classmethod
-    def read(cls, path: Path) -> _Applied:
-        """Read the file, which is missing as long as the index has none of the changes.
+    def read(cls, path: Path) -> _AppliedChanges:
+        """Read which changes the index has: none if there is no file.
+
+        Args:
+            path: the file ``applied.json`` of the log.
 
         Raises:
             DataError: if the file is damaged.
@@ -219,7 +223,7 @@ class _Applied:
                 sequence=int(content["sequence"]),
                 failed=content["failed"],
                 failed_since=content.get("failed_since", {}),
-                writing=None if writing is None else _Writing.from_json(writing),
+                writing=None if writing is None else _UnfinishedSegment.from_json(writing),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
@@ -233,7 +237,7 @@ class _Applied:
 
 
 @dataclass
-class _State:
+class _LogContents:
     """Changes that a process has read from a log.
 
     Attributes:
@@ -251,7 +255,7 @@ class _State:
     size: int = 0
     replaced_bytes: int = 0
     last: int = 0
-    applied: _Applied = field(default_factory=_Applied)
+    applied: _AppliedChanges = field(default_factory=_AppliedChanges)
     latest: dict[str, _Line] = field(default_factory=dict)
     pending: dict[int, _Line] = field(default_factory=dict)
     changes: dict[int, Change] = field(default_factory=dict)
@@ -271,14 +275,19 @@ class _State:
         self.pending[sequence] = line
         self.changes[sequence] = change
 
-    def settle(self) -> None:
-        """Move the changes that the index has from the pending ones to the latest ones."""
+    def move_applied_to_latest(self) -> None:
+        """Move the changes that the index has from ``pending`` to ``latest``.
+
+        A document that could not be encoded is an exception: its line has no effect on the index,
+        so that the latest change stays the earlier one.
+        """
         applied = self.applied
         self.last = max(self.last, applied.sequence)  # the last line may have been removed
         for sequence in [number for number in self.pending if number <= applied.sequence]:
             line = self.pending.pop(sequence)
             del self.changes[sequence]
-            has_failed = sequence >= applied.failed_since.get(line.document_id, sequence + 1)
+            first_failed = applied.failed_since.get(line.document_id)
+            has_failed = first_failed is not None and sequence >= first_failed
             if has_failed:
                 self.replaced_bytes += line.size
                 continue
@@ -289,22 +298,23 @@ class _State:
 
     @property
     def removable_bytes(self) -> int:
-        """Number of bytes of replaced lines and of all deletions, of which some may be needed."""
+        """Upper limit on the bytes that compaction can remove: replaced lines and all deletions."""
         deletions = (line for line in self.latest.values() if line.is_deletion)
-        return self.replaced_bytes + _n_bytes_of(deletions)
+        return self.replaced_bytes + _total_bytes(deletions)
 
-    def needless_deletions(self, base: Container[str] | None) -> dict[str, _Line]:
+    def needless_deletions(self, collection_ids: Container[str] | None) -> dict[str, _Line]:
         """Return id -> line of the deletions that hide no document of the collection.
 
         Args:
-            base: ids of the documents of the collection; ``None`` if they are unknown.
+            collection_ids: ids of the documents of the collection that was indexed first; ``None``
+                if they are unknown, so that every deletion may hide one.
         """
-        if base is None:
+        if collection_ids is None:
             return {}
         return {
-            name: line
-            for name, line in self.latest.items()
-            if line.is_deletion and name not in base
+            document_id: line
+            for document_id, line in self.latest.items()
+            if line.is_deletion and document_id not in collection_ids
         }
 
     def latest_in(
@@ -312,20 +322,23 @@ class _State:
         generation: str | None,
         publication: Publication | None,
     ) -> dict[str, _Line]:
-        """Return id -> line of the last change that a generation of the index has.
+        """Return document id -> line of the last change that a generation of the index has.
+
+        A generation is a committed state of the index. It may already have the segment that is
+        being added, whose changes are still pending in the log.
 
         Args:
-            generation: id of the generation; ``None`` for one without a segment that is being
-                added.
-            publication: the last addition to the index; ``None`` if there was none.
+            generation: id of the generation; ``None`` for the one before that segment.
+            publication: record of the last segment that was added to the index; ``None`` if none
+                was.
         """
         latest = dict(self.latest)
-        writing = self.applied.writing
-        if writing is None or generation is None:
+        segment = self.applied.writing
+        if segment is None or generation is None:
             return latest
-        sequence = writing.last_change_in(generation, publication)
+        last_sequence = segment.last_change_in(generation, publication)
         for line in self.pending.values():
-            is_in_index = line.sequence <= sequence and line.document_id not in writing.failed
+            is_in_index = line.sequence <= last_sequence and line.document_id not in segment.failed
             if is_in_index:
                 latest[line.document_id] = line
         return latest
@@ -350,41 +363,41 @@ class DocumentLog:
         self._index = index_path
         self.folder = documents_folder(index_path)
         self._path = self.folder / _LOG
-        self._state = _State()
-        self._guard = threading.RLock()
-        self._lock: FileLock | None = None
-        self._child_lock: IO[bytes] | None = None
+        self._contents = _LogContents()
+        self._thread_lock = threading.RLock()  # among the threads of this process
+        self._folder_lock: FileLock | None = None  # among processes; None if this one only reads
+        self._child_lock: IO[bytes] | None = None  # the same, also held by child processes
         self.refresh()
 
     @property
     def applied(self) -> int:
         """Sequence number up to which the index has all changes."""
-        return self._state.applied.sequence
+        return self._contents.applied.sequence
 
     @property
     def last(self) -> int:
         """Sequence number of the last change."""
-        return self._state.last
+        return self._contents.last
 
     @property
     def failed(self) -> Mapping[str, str]:
         """Id -> reason, for documents that could not be encoded."""
-        return self._state.applied.failed
+        return self._contents.applied.failed
 
     @property
     def n_bytes(self) -> int:
         """Size of the log in bytes."""
-        return self._state.size
+        return self._contents.size
 
     @property
     def is_locked(self) -> bool:
         """Whether this process writes the log."""
-        return self._lock is not None
+        return self._folder_lock is not None
 
     @property
     def n_pending(self) -> int:
         """Number of changes that the index does not have."""
-        return len(self._state.pending)
+        return len(self._contents.pending)
 
     @property
     def inherited_descriptors(self) -> tuple[int, ...]:
@@ -405,29 +418,30 @@ class DocumentLog:
             DataError: if lines that this process has read were removed.
             OSError: if the folder cannot be written.
         """
-        with self._guard:
-            if self._lock is not None:
+        with self._thread_lock:
+            if self._folder_lock is not None:
                 return
             is_new = not self.folder.exists()
-            lock = lock_folder(self.folder, reentrant=False)
+            folder_lock = lock_folder(self.folder, reentrant=False)
             child_lock = None
             try:
                 child_lock = _lock_inheritable(self.folder / _CHILD_LOCK)
                 if is_new:
                     sync(self.folder.parent)
                 self.refresh()
-                if self._state.size and not self._path.exists():
+                n_bytes = self._contents.size  # of complete lines
+                if n_bytes and not self._path.exists():
                     raise DataError(self._replaced_message())
-                with self._path.open("ab") as file:
-                    file.truncate(self._state.size)
+                with self._path.open("ab") as file:  # creates a file that is missing
+                    file.truncate(n_bytes)
                 sync(self.folder)  # the file may be new
                 self.refresh()  # opens a new file
             except BaseException:
-                lock.release()
+                folder_lock.release()
                 if child_lock is not None:
                     child_lock.close()
                 raise
-            self._lock = lock
+            self._folder_lock = folder_lock
             self._child_lock = child_lock
 
     def _replaced_message(self) -> str:
@@ -439,10 +453,10 @@ class DocumentLog:
 
     def unlock(self) -> None:
         """Let another process write the log."""
-        with self._guard:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+        with self._thread_lock:
+            if self._folder_lock is not None:
+                self._folder_lock.release()
+                self._folder_lock = None
             if self._child_lock is not None:
                 self._child_lock.close()
                 self._child_lock = None
@@ -455,46 +469,46 @@ class DocumentLog:
         Raises:
             DataError: if the log is damaged, or if another log has taken its place.
         """
-        with self._guard:
+        with self._thread_lock:
             while self._path.exists():
-                state = self._state
-                file = state.file
+                contents = self._contents
+                file = contents.file
                 if file is None or not file.is_current():
                     file = _LogFile(self._path)
-                    state = _State(file)
+                    contents = _LogContents(file)
                 # The number of applied changes is read before the lines: a writer appends lines
                 # first, so all of these changes are among the lines that are read now.
-                state.applied = _Applied.read(self.folder / _APPLIED)
-                self._read_new_lines(file, state)
-                state.settle()
+                contents.applied = _AppliedChanges.read(self.folder / _APPLIED)
+                self._read_new_lines(file, contents)
+                contents.move_applied_to_latest()
                 if not file.is_current():
                     continue  # it was replaced while it was read, and may lack lines
-                if state.last < self._state.last:
+                if contents.last < self._contents.last:
                     raise DataError(self._replaced_message())
-                self._state = state
+                self._contents = contents
                 return
 
-    def _read_new_lines(self, file: _LogFile, state: _State) -> None:
-        """Read the complete lines that were added to a file of the log.
+    def _read_new_lines(self, file: _LogFile, contents: _LogContents) -> None:
+        """Read the complete lines that were added to the log since the last call.
 
         Args:
-            file: the open file.
-            state: the changes that were read from this file, to which the new ones are added.
+            file: the open file of the log.
+            contents: the changes that were read from this file, to which the new ones are added.
 
         Raises:
             DataError: if a line is damaged.
         """
-        for line in file.lines_from(state.size):
+        for line in file.lines_from(contents.size):
             try:
                 content = json.loads(line)
                 change = Change.from_json(content)
                 sequence = int(content["sequence"])
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{self._path}: expected a change at byte {state.size}, got {line[:80]!r} "
+                    f"{self._path}: expected a change at byte {contents.size}, got {line[:80]!r} "
                     f"({error}). {_REMEDY}",
                 ) from error
-            state.add(sequence, change, len(line))
+            contents.add(sequence, change, len(line))
 
     def append(self, changes: Sequence[Change]) -> int:
         """Write changes to the disk; the log must be locked.
@@ -512,24 +526,25 @@ class DocumentLog:
             OSError: if the file cannot be written.
             DataError: if the log is damaged, or if another log has taken its place.
         """
-        with self._guard:
+        with self._thread_lock:
             self.refresh()  # a compaction may have failed after it had replaced the file
-            state = self._state
-            first = state.last + 1
+            contents = self._contents
+            first_sequence = contents.last + 1
             lines = [
                 json_line(change.to_json(sequence)).encode()
-                for sequence, change in enumerate(changes, first)
+                for sequence, change in enumerate(changes, first_sequence)
             ]
             with naming_full_disk(self._path), self._path.open("ab", buffering=0) as file:
                 try:
                     _write_completely(file.fileno(), b"".join(lines))
                     os.fsync(file.fileno())
                 except BaseException:
-                    file.truncate(state.size)
+                    file.truncate(contents.size)
                     raise
-            for sequence, (change, line) in enumerate(zip(changes, lines, strict=True), first):
-                state.add(sequence, change, len(line))
-            return state.last
+            changes_and_lines = zip(changes, lines, strict=True)
+            for sequence, (change, line) in enumerate(changes_and_lines, first_sequence):
+                contents.add(sequence, change, len(line))
+            return contents.last
 
     def pending(self, max_changes: int) -> dict[int, Change]:
         """Return the first changes that the index does not have, by sequence number.
@@ -537,76 +552,77 @@ class DocumentLog:
         Args:
             max_changes: largest number of changes.
         """
-        with self._guard:
-            changes = self._state.changes
+        with self._thread_lock:
+            changes = self._contents.changes
             return {sequence: changes[sequence] for sequence in list(changes)[:max_changes]}
 
     def mark_writing(self, sequence: int, failed: Collection[str], generation: str) -> None:
         """Record that pending changes are being added to the index; the log must be locked.
 
-        A generation shows the texts of these changes if :class:`Publication` says that it has them.
+        The file ``published.json`` (:class:`Publication`) says later whether a generation, a
+        committed state of the index, has these changes.
 
         Args:
             sequence: sequence number of the last of the changes.
             failed: ids of documents that could not be encoded, and are not added.
             generation: id of the current generation of the index.
         """
-        with self._guard:
-            applied = self._state.applied
+        with self._thread_lock:
+            applied = self._contents.applied
             sequence_before = applied.sequence
-            earlier = applied.writing
-            if earlier is not None:  # an attempt failed, or its process was killed
+            earlier_segment = applied.writing
+            if earlier_segment is not None:  # an attempt failed, or its process was killed
                 publication = Publication.read(self._index)
-                sequence_before = earlier.last_change_in(generation, publication)
-            writing = _Writing(sequence, list(failed), sequence_before)
-            self._write_applied(replace(applied, writing=writing))
+                sequence_before = earlier_segment.last_change_in(generation, publication)
+            segment = _UnfinishedSegment(sequence, list(failed), sequence_before)
+            self._write_applied(replace(applied, writing=segment))
 
     def mark_applied(self, sequence: int, failed: Mapping[str, str]) -> None:
-        """Record that the index has all changes up to one; the log must be locked.
+        """Record that the index has all changes up to a sequence number; the log must be locked.
 
         Args:
-            sequence: sequence number of the change.
-            failed: id -> reason, for documents that could not be encoded. The index has these
-                documents as they were before, or does not have them, as after a deletion.
+            sequence: sequence number of the last of these changes.
+            failed: id -> reason, for documents that could not be encoded. The index still has their
+                earlier version; it has none if there was none, or it was deleted.
         """
-        with self._guard:
-            state = self._state
-            failures = dict(state.applied.failed)
-            failed_since = dict(state.applied.failed_since)
-            for line in state.pending.values():
+        with self._thread_lock:
+            contents = self._contents
+            reasons = dict(contents.applied.failed)
+            failed_since = dict(contents.applied.failed_since)
+            for line in contents.pending.values():
                 if line.sequence > sequence:
                     continue
                 if line.document_id in failed and not line.is_deletion:
                     failed_since.setdefault(line.document_id, line.sequence)
-                else:  # a document that was put again, or was deleted, has not failed any more
-                    failures.pop(line.document_id, None)
+                else:  # an earlier failure does not count if the document was put again or deleted
+                    reasons.pop(line.document_id, None)
                     failed_since.pop(line.document_id, None)
-            failures.update(failed)
-            self._write_applied(_Applied(sequence, failures, failed_since))
-            state.settle()
+            reasons.update(failed)
+            self._write_applied(_AppliedChanges(sequence, reasons, failed_since))
+            contents.move_applied_to_latest()
 
-    def _write_applied(self, applied: _Applied) -> None:
-        """Write which changes the index has to the disk."""
+    def _write_applied(self, applied: _AppliedChanges) -> None:
+        """Write to the disk which changes the index has."""
         applied.write(self.folder / _APPLIED)
-        self._state.applied = applied
+        self._contents.applied = applied
 
     def compact(
         self,
-        base: Container[str] | None = None,
+        collection_ids: Container[str] | None = None,
         *,
         min_replaced_bytes: int = _MIN_REPLACED_BYTES,
     ) -> bool:
         """Remove lines without effect, if they are many; the log must be locked.
 
-        These are lines that later changes have replaced, and deletions of documents that the
-        collection does not have.
+        Lines without effect are those that later changes have replaced, and deletions of documents
+        that the collection does not have.
 
-        The new file takes the place of the old one in one step. A killed process leaves one of
-        both.
+        The new file replaces the old one atomically. If the process is killed, one of the two files
+        is complete.
 
         Args:
-            base: ids of the documents of the collection; ``None`` if they are unknown, so that all
-                deletions remain.
+            collection_ids: ids of the documents of the collection; ``None`` if they are unknown, so
+                that all deletions remain.
             min_replaced_bytes: number of bytes of removed lines from which on the log is
                 rewritten, if they are also more than half of all bytes.
 
@@ -618,38 +634,42 @@ class DocumentLog:
             OSError: if the file cannot be written.
             DataError: if the log is damaged, or if another log has taken its place.
         """
-        with self._guard:
+        with self._thread_lock:
             self.refresh()  # an earlier compaction may have failed after it had replaced the file
-            state = self._state
-            least_bytes = max(min_replaced_bytes, state.size / 2)
-            # The collection is asked only if the log could become small enough.
-            if state.file is None or state.removable_bytes < least_bytes:
+            contents = self._contents
+            min_removed_bytes = max(min_replaced_bytes, contents.size / 2)
+            # Looking up ids in the collection takes time: do it only if enough could be removed.
+            if contents.file is None or contents.removable_bytes < min_removed_bytes:
                 return False
-            needless_deletions = state.needless_deletions(base)
-            n_removed_bytes = state.replaced_bytes + _n_bytes_of(needless_deletions.values())
-            if n_removed_bytes < least_bytes:
+            needless_deletions = contents.needless_deletions(collection_ids)
+            n_removed_bytes = contents.replaced_bytes + _total_bytes(needless_deletions.values())
+            if n_removed_bytes < min_removed_bytes:
                 return False
-            latest = [line for name, line in state.latest.items() if name not in needless_deletions]
-            lines = sorted([*latest, *state.pending.values()])
+            latest = [
+                line
+                for document_id, line in contents.latest.items()
+                if document_id not in needless_deletions
+            ]
+            lines = sorted([*latest, *contents.pending.values()])  # by sequence number
             with atomic_file(self._path, durable=True) as temporary, temporary.open("wb") as file:
                 for line in lines:
-                    file.write(state.file.read_bytes(line))
-            offset = 0
-            compacted = _State(
+                    file.write(contents.file.read_bytes(line))
+            compacted = _LogContents(
                 file=_LogFile(self._path),
-                last=state.last,
-                applied=state.applied,
-                changes=state.changes,
+                last=contents.last,
+                applied=contents.applied,
+                changes=contents.changes,
             )
+            offset = 0
             for line in lines:
-                moved = line._replace(offset=offset)
+                moved_line = line._replace(offset=offset)
                 offset += line.size
-                if line.sequence in state.pending:
-                    compacted.pending[line.sequence] = moved
+                if line.sequence in contents.pending:
+                    compacted.pending[line.sequence] = moved_line
                 else:
-                    compacted.latest[line.document_id] = moved
+                    compacted.latest[line.document_id] = moved_line
             compacted.size = offset
-            self._state = compacted
+            self._contents = compacted
             return True
 
     def documents(
@@ -659,25 +679,28 @@ class DocumentLog:
     ) -> Mapping[str, Document]:
         """Return the documents of a collection, updated by the changes that the index has.
 
-        Pending changes do not count: a text is the one that was encoded.
+        Changes that the index does not have yet are left out, so that the text of a document is
+        always the one whose vector is searched.
 
         Args:
             base: documents of the collection.
-            generation: id of the generation of the index, which must still be the current one after
-                this call. ``None`` if no process is adding documents to the index.
+            generation: id of the generation (committed state) of the index that is searched, which
+                must still be the current one after this call. ``None`` if no process is adding
+                documents to the index.
         """
-        with self._guard:
-            # In the opposite order, the writer could begin with another segment in between. Its
-            # publication would not say that the index has the segment before.
+        with self._thread_lock:
+            # `published.json`, which names only the last segment, is read before the log. In the
+            # opposite order, it could name a segment that began in between, and so would not say
+            # that the index has the segment that the log calls unfinished.
             publication = Publication.read(self._index)
             self.refresh()
-            state = self._state
-            latest = state.latest_in(generation, publication)
-            if state.file is None or not latest:
+            contents = self._contents
+            latest = contents.latest_in(generation, publication)
+            if contents.file is None or not latest:
                 return base
             deleted = {name for name, line in latest.items() if line.is_deletion}
             puts = {name: line for name, line in latest.items() if not line.is_deletion}
-        return LoggedDocuments(base, state.file, puts, deleted)
+        return LoggedDocuments(base, contents.file, puts, deleted)
 
 
 class LoggedDocuments(Mapping[str, Document]):
@@ -736,7 +759,7 @@ class LoggedDocuments(Mapping[str, Document]):
         return bool(self._puts) or bool(self.base)
 
 
-def _n_bytes_of(lines: Iterable[_Line]) -> int:
+def _total_bytes(lines: Iterable[_Line]) -> int:
     """Return the number of bytes of some lines."""
     return sum(line.size for line in lines)
 

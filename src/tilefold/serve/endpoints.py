@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ValidationError
 
-from tilefold.serve.bodies import ClientGoneError, ServeError, invalid
+from tilefold.serve.bodies import ClientGoneError, ServeError, invalid_input_error
 from tilefold.serve.forms import FORM, form_boundary, form_schema, parse_form
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
@@ -59,14 +59,14 @@ class _Cancellation:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Await work, and cancel it if the client disconnects.
+    """Await the answer to a request, and cancel it if the client disconnects.
 
-    The client is watched by another task. It starts after ``_UNWATCHED_SECONDS``, so that short
-    requests do without it.
+    Another task watches the client. That task starts after ``_UNWATCHED_SECONDS``, so that short
+    requests do not pay for it.
 
     Args:
         request: a request whose body has been read.
-        work: the work.
+        work: the awaitable that computes the answer.
 
     Raises:
         ClientGoneError: if the client disconnects.
@@ -111,7 +111,8 @@ def add_route(
         router: router to which the route is added.
         service: service whose limits and metrics apply.
         path: path of the route.
-        handler: function that answers a request. It is cancelled if the client disconnects.
+        handler: function that answers a request, called as ``handler(request)`` without a body and
+            as ``handler(body, request)`` with one. It is cancelled if the client disconnects.
         summary: summary of the route for OpenAPI.
         body: class of the body; ``None`` reads no body.
         error_body: function that returns the JSON of an error.
@@ -120,14 +121,18 @@ def add_route(
     """
 
     async def endpoint(request: Request) -> Response:
-        """Read the body, call the handler, and turn its errors into responses."""
+        """Answer a request of this route by its handler, and turn errors into responses.
+
+        Uses the arguments of ``add_route``: the class ``body`` of the body, or ``None``, and the
+        ``handler``.
+        """
         try:
             if body is None:
-                work = handler(request)
+                handler_coroutine = handler(request)
             else:
                 values = await read_body(request, body, service.limits, takes_forms=takes_forms)
-                work = handler(values, request)
-            return await while_connected(request, work)
+                handler_coroutine = handler(values, request)
+            return await while_connected(request, handler_coroutine)
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
         except ServeError as error:
@@ -190,7 +195,8 @@ async def read_body(
         ServeError: if the body is too large or too slow, is neither JSON nor a form, or is invalid.
         ClientGoneError: if the client disconnects.
     """
-    # Of repeated headers, the first one is used. In reverse order, it replaces the others.
+    # If a header is repeated, its first value counts. A dictionary keeps the last value of a key,
+    # so that it is filled in reverse order.
     headers = dict(reversed(request.scope["headers"]))
     content_type = headers.get(b"content-type", b"")
     boundary = form_boundary(content_type) if takes_forms else None
@@ -206,7 +212,8 @@ async def read_body(
     raw = await _read_bytes(request, headers, limits)
     try:
         if boundary is not None:
-            # Numbers and booleans of a form are texts, which are converted.
+            # A form has only texts. Without `strict`, pydantic converts them to numbers and
+            # booleans where the class has such fields.
             return model.model_validate(parse_form(raw, boundary), strict=False)
         return model.model_validate_json(raw)
     except ValidationError as error:
@@ -217,7 +224,7 @@ async def read_body(
                 f"the body is not valid JSON: {first_error['msg']}",
                 status=400,
             ) from None
-        raise invalid(describe_error(error)) from None
+        raise invalid_input_error(describe_error(error)) from None
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:
@@ -228,13 +235,13 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
         prefix: name of the field that was validated on its own; empty for the body.
     """
     first_error = _first_error(error)
-    fields = [str(field) for field in first_error["loc"]]  # the path of the wrong value
+    path = [str(field) for field in first_error["loc"]]  # names and positions down to the value
     if prefix:
-        fields.insert(0, prefix)
+        path.insert(0, prefix)
     n_others = error.error_count() - 1
     others = f" (and {n_others} more)" if n_others else ""
     message = first_error["msg"].removeprefix("Value error, ")
-    return f"`{'.'.join(fields) or 'body'}`: {message}{others}"
+    return f"`{'.'.join(path) or 'body'}`: {message}{others}"
 
 
 def _first_error(error: ValidationError) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tilefold.serve.bodies import ImageData, ServeError, empty, invalid
+from tilefold.serve.bodies import ImageData, ServeError, empty_input_error, invalid_input_error
 
 FORM = "multipart/form-data"
 _MAX_PARTS = 1000
@@ -97,7 +97,7 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
         elif len(field_values) == 1:
             fields[name] = field_values[0]
         else:
-            raise invalid(f"`{name}`: expected one part, got {len(field_values)}")
+            raise invalid_input_error(f"`{name}`: expected one part, got {len(field_values)}")
     return fields
 
 
@@ -120,7 +120,7 @@ def _value(part: _Part) -> str | ImageData:
     """Return the value of a part."""
     if part.is_file:
         if not part.content:
-            raise empty(part.name)
+            raise empty_input_error(part.name)
         return ImageData(part.content)
     try:
         return part.content.decode("utf-8")
@@ -140,7 +140,7 @@ def _parts(body: bytes, boundary: bytes) -> list[_Part]:
     # The line break before the first delimiter may be missing. What precedes it is ignored.
     _, *pieces = (b"\r\n" + body).split(delimiter, max_pieces + 1)
     if len(pieces) > max_pieces:
-        raise invalid(f"expected at most {_MAX_PARTS} parts in a form")
+        raise invalid_input_error(f"expected at most {_MAX_PARTS} parts in a form")
     for number, piece in enumerate(pieces):
         if piece.startswith(b"--"):  # the last boundary; what follows is ignored
             return [_parse_part(earlier) for earlier in pieces[:number]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.retrieval.common.files import require
 from tilefold.retrieval.data.pages import IMAGE_FORMATS, as_rgb
-from tilefold.serve.bodies import ImageData, ServeError, invalid
+from tilefold.serve.bodies import ImageData, ServeError, invalid_input_error
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -121,7 +121,7 @@ def _open_image(data: ImageData, max_pixels: int) -> Iterator[Image]:
             status=413,
         ) from None
     except Exception as error:  # Pillow raises exceptions of many classes for damaged files
-        raise invalid(f"an image is damaged ({type(error).__name__})") from error
+        raise invalid_input_error(f"an image is damaged ({type(error).__name__})") from error
 
 
 def jpeg_of(image: Image, width: int | None = None) -> bytes:

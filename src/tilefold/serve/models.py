@@ -35,8 +35,8 @@ from tilefold.serve.bodies import (
     Row,
     ServeError,
     Vector,
-    empty,
-    invalid,
+    empty_input_error,
+    invalid_input_error,
     keep_largest,
     split_rows,
 )
@@ -146,7 +146,7 @@ class TextTokens:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
         if not ids:
-            raise empty("input_ids")
+            raise empty_input_error("input_ids")
         self.check_ids(ids)
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
@@ -397,7 +397,7 @@ class Served:
             prompt_name = None
         elif prompt_name is not None and prompt_name not in self.prompts:
             names = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
-            raise invalid(f"`prompt_name` expected one of {names}; got {prompt_name!r}")
+            raise invalid_input_error(f"`prompt_name` expected one of {names}; got {prompt_name!r}")
         return BatchKey(
             self,
             side,

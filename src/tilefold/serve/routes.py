@@ -21,7 +21,13 @@ from pydantic import ValidationError
 from tilefold._version import __version__
 from tilefold.ops import maxsim
 from tilefold.serve import bodies
-from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
+from tilefold.serve.bodies import (
+    ImageData,
+    ServeError,
+    empty_input_error,
+    invalid_input_error,
+    wrong_model_error,
+)
 from tilefold.serve.endpoints import JSON, add_route, describe_error
 from tilefold.serve.models import Kind, Side, TextTokens
 from tilefold.serve.service import EncodeOptions, Outcome, Service, gather_or_cancel
@@ -258,15 +264,17 @@ class Routes:
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """Answer ``/embed_sparse`` with a JSON list of one sparse vector per input."""
         serialize = partial(
-            bodies.sparse_rows,
+            bodies.sparse_vectors_json,
             body=body,
-            token=self.service.model("sparse").tokenizer.token,
+            token_of_index=self.service.model("sparse").tokenizer.token,
         )
         return await self._embed("sparse", body, serialize, lambda row: len(row.indices))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """Answer ``/embed_all`` with a JSON list of the token vectors of each input."""
-        return await self._embed("multi-vector", body, bodies.matrices, lambda row: row.numel())
+        return await self._embed(
+            "multi-vector", body, bodies.token_vectors_json, lambda row: row.numel()
+        )
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         """Answer ``/embed`` with a JSON list of one dense vector per input.
@@ -280,7 +288,7 @@ class Routes:
 
         def serialize(rows: Sequence[bodies.Vector]) -> list[bytes]:
             shortened = [_shorten(row, body.dimensions, body.normalize) for row in rows]
-            return bodies.vectors(shortened)
+            return bodies.dense_vectors_json(shortened)
 
         return await self._embed("dense", body, serialize, normalize=body.normalize)
 
@@ -293,7 +301,9 @@ class Routes:
         self._check_dense()
         outcome = await self._encode("dense", body.input, EncodeOptions(self.side), "input")
         rows = [_shorten(row, body.dimensions, normalize=True) for row in outcome.rows]
-        serialize = _base64_strings if body.encoding_format == "base64" else bodies.vectors
+        serialize = (
+            _base64_strings if body.encoding_format == "base64" else bodies.dense_vectors_json
+        )
         vectors = await self.service.map_items(rows, serialize)
         entries = [
             b'{"object":"embedding","embedding":%b,"index":%d}' % (vector, index)
@@ -309,7 +319,7 @@ class Routes:
     def _check_dense(self) -> None:
         """Raise ``ServeError`` if the service has no dense model."""
         if "dense" not in self.service.models and "sparse" in self.service.models:
-            raise wrong_model(
+            raise wrong_model_error(
                 "the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense "
                 "model",
             )
@@ -326,7 +336,7 @@ class Routes:
             return await self._rerank_texts(body, body.texts)
         if body.documents is not None and body.texts is None:
             return await self._rerank_documents(body, body.documents)
-        raise invalid("`texts` or `documents`: expected one of them")
+        raise invalid_input_error("`texts` or `documents`: expected one of them")
 
     async def _rerank_texts(self, body: bodies.Rerank, texts: list[str]) -> Response:
         """Rank texts by their score with the query, in text-embeddings-inference's format.
@@ -370,9 +380,11 @@ class Routes:
         queries = body.queries
         texts = body.documents
         if queries is None or texts is None:
-            raise invalid("expected `queries` and `documents` (or `text_1` and `text_2`)")
+            raise invalid_input_error(
+                "expected `queries` and `documents` (or `text_1` and `text_2`)"
+            )
         if len(queries) not in (1, len(texts)):
-            raise invalid(
+            raise invalid_input_error(
                 f"`queries`: expected 1 or as many as documents ({len(texts)}), got {len(queries)}",
             )
         if not queries:
@@ -446,7 +458,7 @@ class Routes:
         """Answer ``/similarity`` with the cosines of a sentence and each of the other sentences."""
         models = self.service.models
         if "sparse" not in models and "dense" not in models:  # a multi-vector model only
-            raise wrong_model(
+            raise wrong_model_error(
                 "the model makes a vector of each token: POST /rerank, or serve a sparse or dense "
                 "one",
             )
@@ -465,7 +477,7 @@ class Routes:
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
         """Refuse a request to ``/predict``, which asks for the class of a text."""
-        raise wrong_model("model is not a classifier model")
+        raise wrong_model_error("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
         """Answer a request of Google Vertex AI, which has several bodies.
@@ -485,7 +497,7 @@ class Routes:
             try:
                 requests.append((route.handler, route.body.model_validate(instance)))
             except ValidationError as error:
-                raise invalid(describe_error(error, f"instances.{position}")) from None
+                raise invalid_input_error(describe_error(error, f"instances.{position}")) from None
         tasks = [
             asyncio.ensure_future(handler(instance, request)) for handler, instance in requests
         ]
@@ -504,7 +516,7 @@ class Routes:
         texts = body.inputs
         with service.acquire_inputs(texts):
             if not all(texts):
-                raise empty("inputs")
+                raise empty_input_error("inputs")
             service.check_size(texts, model, self.side)
             prompt = ""
             if body.prompt_name is not None:
@@ -741,7 +753,7 @@ def _shorten(row: Any, dimensions: int | None, normalize: bool) -> Any:
         ServeError: if the vector has fewer dimensions.
     """
     if dimensions is not None and dimensions > len(row):
-        raise invalid(f"`dimensions` expected at most {len(row)}, got {dimensions}")
+        raise invalid_input_error(f"`dimensions` expected at most {len(row)}, got {dimensions}")
     shortened = row[:dimensions]
     length = float(np.linalg.norm(shortened))
     return shortened / length if normalize and length > 0 else shortened

@@ -28,7 +28,7 @@ from tilefold.retrieval.search.reranking import Reranking
 from tilefold.retrieval.search.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenVectors
-from tilefold.serve.bodies import Body, ServeError, StrictBody, invalid, to_json
+from tilefold.serve.bodies import Body, ServeError, StrictBody, invalid_input_error, to_json
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.images import ImageInput, jpeg_of
 from tilefold.serve.models import Served
@@ -174,11 +174,11 @@ def _check_parameters(request: Request, accepted: Sequence[str]) -> None:
         if name in accepted:
             continue
         if not accepted:
-            raise invalid(f"unknown query parameter '{name}', expected none")
+            raise invalid_input_error(f"unknown query parameter '{name}', expected none")
         message = f"unknown query parameter '{name}', expected one of {', '.join(accepted)}"
         if name in SearchBody.model_fields:
             message += f"; the body of a POST to this path takes `{name}`"
-        raise invalid(message)
+        raise invalid_input_error(message)
 
 
 class _IndexReader:
@@ -340,7 +340,7 @@ class _SearchRoutes:
         token = _positive_parameter(request, "token", MAX_TOKEN_POSITION, smallest=0)
         query = request.query_params.get("query", "")
         if token is not None and not query.strip():
-            raise invalid("`token` requires `query`")
+            raise invalid_input_error("`token` requires `query`")
         search = self._search()
         with self.service.input_limit.acquire(1):
             content = await search.page_image(
@@ -405,7 +405,7 @@ class _Search:
         if query.strip():
             explanation = await self._explain_page(query, document_id, image)
             if token is not None and token >= len(explanation.matches):
-                raise invalid(
+                raise invalid_input_error(
                     f"`token` expected a position below {len(explanation.matches)}, the tokens of "
                     f"the query; got {token}",
                 )
@@ -460,7 +460,9 @@ class _Search:
         searchable = self.searchable
         encoder = searchable.encoder
         if encoder is None or not searchable.explains_tokens:
-            raise invalid("`query`: heat maps need an index of token vectors without --pool-factor")
+            raise invalid_input_error(
+                "`query`: heat maps need an index of token vectors without --pool-factor"
+            )
         self.service.check_size([query], encoder, "query", "query")
 
         def explain() -> TokenExplanation:
@@ -553,18 +555,22 @@ class _Search:
         """
         max_hits = self.service.limits.max_hits
         if body.hits > max_hits:
-            raise invalid(f"`hits` expected at most {max_hits}, got {body.hits}")
+            raise invalid_input_error(f"`hits` expected at most {max_hits}, got {body.hits}")
         if reranking is not None and reranking.depth is not None and reranking.depth > max_hits:
-            raise invalid(f"`rerank.depth` expected at most {max_hits}, got {reranking.depth}")
+            raise invalid_input_error(
+                f"`rerank.depth` expected at most {max_hits}, got {reranking.depth}"
+            )
         features = self.searchable.features
         if body.by == "passage" and not features["passages"]:
-            raise invalid(
+            raise invalid_input_error(
                 "`by` expected 'document', the index is of whole documents; got 'passage'",
             )
         for name, options in _REQUIRED_OPTIONS.items():
             is_requested = getattr(body, name) is not False  # true, or an object with options
             if is_requested and not features[name]:
-                raise invalid(f"`{name}`: this server was started without what it needs: {options}")
+                raise invalid_input_error(
+                    f"`{name}`: this server was started without what it needs: {options}"
+                )
 
     async def answer(self, body: SearchBody, *, with_durations: bool) -> Response:
         """Parse and check the options of a search, and answer it.
@@ -674,8 +680,8 @@ class _Search:
             # Only the filter and feedback depend on the index. The error of the filter names it.
             concerns_filter = isinstance(error, ArgumentError) and error.arguments == ("where",)
             if request.feedback is not None and not concerns_filter:
-                raise invalid(f"`prf`: {error}") from error
-            raise invalid(str(error)) from error
+                raise invalid_input_error(f"`prf`: {error}") from error
+            raise invalid_input_error(str(error)) from error
 
     @property
     def _max_encoded(self) -> int:
@@ -744,7 +750,7 @@ class _Search:
         n_hits = len(ranking.run[QUERY])
         n_candidates = min(n_hits, reranking.depth or RERANK_DEPTH)
         if n_candidates > self._max_encoded:
-            raise invalid(
+            raise invalid_input_error(
                 f"`rerank.depth` expected at most {self._max_encoded}, got {reranking.depth}",
             )
         content_of_id = await service.run_in_thread(
@@ -989,7 +995,9 @@ def _positive_parameter(
     # Numbers with more digits exceed any limit, and may be too long to convert.
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(largest))
     if not is_number or not smallest <= int(text) <= largest:
-        raise invalid(f"`{name}` expected an integer from {smallest} to {largest}, got {text!r}")
+        raise invalid_input_error(
+            f"`{name}` expected an integer from {smallest} to {largest}, got {text!r}"
+        )
     return int(text)
 
 
@@ -1007,7 +1015,7 @@ def _filter(body: SearchBody) -> Filter | None:
     try:
         return Filter(body.where or {}, body.where_not or {})
     except ValueError as error:
-        raise invalid(str(error)) from error
+        raise invalid_input_error(str(error)) from error
 
 
 def _document_json(document: Document | None, parse: bool) -> Any:
@@ -1041,4 +1049,4 @@ def _parse_options(
     try:
         return options_class(**body.model_dump())
     except ValueError as error:
-        raise invalid(f"`{name}`: {error}") from error
+        raise invalid_input_error(f"`{name}`: {error}") from error

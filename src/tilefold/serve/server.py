@@ -69,22 +69,24 @@ class Protocol(HttpToolsProtocol):
     Requests for another protocol are read as plain HTTP.
     """
 
-    in_body = False
-    _bytes_since_progress = 0  # bytes since the last complete head or part of a body
+    in_body = False  # whether a head is complete, and its body is not
+    # Received bytes since the last complete head, part of a body or end of a body. Too many of them
+    # mean that the head is too large.
+    _unparsed_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of a connection, and refuse a head that is too large.
+        """Parse received bytes of a connection, and refuse a head that is too large.
 
-        A header ``Upgrade`` is renamed to ``-pgrade`` before, so that the parser ignores it.
+        First, a header ``Upgrade`` is renamed to ``-pgrade``, so that the parser ignores it.
         Otherwise the parser would stop after the head, and treat the body as data of another
         protocol.
         """
-        self._bytes_since_progress += len(data)
+        self._unparsed_bytes += len(data)
         if not self.in_body:
             head, separator, body = data.partition(b"\r\n\r\n")  # an empty line ends the head
             data = _UPGRADE.sub(b"-pgrade", head) + separator + body
         super().data_received(data)
-        if self._bytes_since_progress > _MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._unparsed_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Request head too large.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -93,32 +95,32 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head of a request, and expect its body.
+        """Check the headers of a request, after which its body follows.
 
-        A request has one header ``Host``, except that HTTP/1.0 may have none, and requests no
-        upgrade to another protocol.
+        A request must have exactly one header ``Host``; with HTTP/1.0 it may also have none. It
+        must not ask for an upgrade to another protocol.
 
         Raises:
-            ValueError: if the head is not valid; uvicorn answers it with status 400.
+            ValueError: if the headers are not valid; uvicorn answers with status 400.
         """
         n_hosts = sum(name == b"host" for name, _ in self.headers)
         may_lack_host = self.parser.get_http_version() != "1.1"
-        valid_host = n_hosts == 1 or (n_hosts == 0 and may_lack_host)
-        if not valid_host or self.parser.should_upgrade():
+        has_valid_host = n_hosts == 1 or (n_hosts == 0 and may_lack_host)
+        if not has_valid_host or self.parser.should_upgrade():
             raise ValueError("expected one header Host, and no protocol upgrade")
-        self.in_body = True
-        self._bytes_since_progress = 0
+        self.in_body = True  # until on_message_complete()
+        self._unparsed_bytes = 0  # the limit on the size of a head starts again
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Record a part of a body."""
-        self._bytes_since_progress = 0
+        self._unparsed_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Expect the head of the next request."""
         self.in_body = False
-        self._bytes_since_progress = 0
+        self._unparsed_bytes = 0
         super().on_message_complete()
 
 

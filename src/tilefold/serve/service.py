@@ -20,7 +20,13 @@ from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_o
 from tilefold.retrieval.errors import MissingDocumentError
 from tilefold.retrieval.index.opening import gpus_of
 from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
-from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
+from tilefold.serve.bodies import (
+    ImageData,
+    ServeError,
+    empty_input_error,
+    invalid_input_error,
+    wrong_model_error,
+)
 from tilefold.serve.images import ImageInput, blank_page, count_pixels, decode_image
 from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
@@ -565,14 +571,14 @@ class Service:
         if kind not in self.models:
             names = [f"{model.name} ({model.kind})" for model in self.models.values()]
             available = " and ".join(names) if names else "no model"
-            raise wrong_model(f"this server has {available}; {_REMEDIES[kind]}")
+            raise wrong_model_error(f"this server has {available}; {_REMEDIES[kind]}")
         return self.models[kind]
 
     @property
     def first_model(self) -> Served:
         """The model that ``/info``, ``/tokenize`` and ``/decode`` use."""
         if not self.models:
-            raise wrong_model(
+            raise wrong_model_error(
                 "this server has an index of words, and no model: start it with one as --model",
             )
         return next(iter(self.models.values()))
@@ -862,7 +868,7 @@ class Service:
                 have too many pixels, alone or together with those that are being encoded.
         """
         if not model.takes_images:
-            raise wrong_model(
+            raise wrong_model_error(
                 f"the model {model.name} ({model.kind}) reads texts, and no images: start the "
                 "server with a model of page images, such as ColPali, as --model",
             )
@@ -1052,7 +1058,7 @@ class Service:
             unit = "characters" if isinstance(inputs[0], str) else "token ids"
             # The message, which says "less than" although `max_size` is allowed, is the one of
             # text-embeddings-inference.
-            raise invalid(
+            raise invalid_input_error(
                 f"`{name}` must have less than {max_size} {unit}{in_all}. Given: {size}",
                 label="tokenization",
             )
@@ -1076,7 +1082,7 @@ class Service:
             ServeError: if an input is empty, or over the limit and may not be truncated.
         """
         if not all(inputs):
-            raise empty("inputs")
+            raise empty_input_error("inputs")
         for item in inputs:
             self.check_size([item], model, key.side)
         texts = [item for item in inputs if isinstance(item, str)]
@@ -1088,7 +1094,7 @@ class Service:
         if not truncate and max(lengths) > limit:
             # The message, which says "less than" although `limit` is allowed, is the one of
             # text-embeddings-inference.
-            raise invalid(
+            raise invalid_input_error(
                 f"`inputs` must have less than {limit} tokens. Given: {max(lengths)}",
                 label="tokenization",
             )

@@ -34,7 +34,7 @@ from tilefold.retrieval.index import LATE
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.vectors.sparse import SparseVectors
-from tilefold.serve.bodies import Row, ServeError, invalid
+from tilefold.serve.bodies import Row, ServeError, invalid_input_error
 from tilefold.serve.document_log import Change, DocumentLog, LoggedDocuments
 from tilefold.serve.following import IndexFollower
 from tilefold.serve.models import Served
@@ -132,29 +132,34 @@ class _Batch:
         sequence: sequence number of the last change.
         documents: id -> document to add. The last change of a document counts.
         deleted: ids of documents to remove.
-        replaced_deletions: ids of documents that were deleted before they were put. They are
-            removed even if the new ones cannot be encoded.
+        deleted_before_put: ids of documents that were deleted and then put again. They are removed
+            from the index even if the new document cannot be encoded.
         failed: id -> reason, for documents that could not be encoded.
     """
 
     sequence: int
     documents: dict[str, Document] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
-    replaced_deletions: set[str] = field(default_factory=set)
+    deleted_before_put: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, changes: Mapping[int, Change]) -> _Batch:
-        """Combine changes, by sequence number."""
-        last_changes = {change.document_id: change.document for change in changes.values()}
-        batch = cls(max(changes))
-        for document_id, document in last_changes.items():
+    def from_changes(cls, changes: Mapping[int, Change]) -> _Batch:
+        """Merge changes; of several changes of one document, only the last one counts.
+
+        Args:
+            changes: sequence number -> change, in ascending order.
+        """
+        batch = cls(sequence=max(changes))
+        # A later change of the same document overwrites an earlier one in this dictionary.
+        last_document = {change.document_id: change.document for change in changes.values()}
+        for document_id, document in last_document.items():
             if document is None:
                 batch.deleted.append(document_id)
             else:
                 batch.documents[document_id] = document
         deletions = {change.document_id for change in changes.values() if change.document is None}
-        batch.replaced_deletions = deletions & batch.documents.keys()
+        batch.deleted_before_put = deletions & batch.documents.keys()
         return batch
 
 
@@ -163,8 +168,8 @@ class DocumentWriter:
 
     A request is accepted once its documents are in the log on the disk. A task on the event loop
     encodes them with the model of the service, in turns with queries. Another process then adds
-    them to the index as one segment, and the follower opens the new generation. After a crash, the
-    changes that the index does not have are read from the log.
+    them to the index as one segment, and the follower opens the new generation (the committed state
+    of the index). After a crash, the changes that the index does not have are read from the log.
 
     Attributes:
         service: the service.
@@ -198,7 +203,7 @@ class DocumentWriter:
         self._process = _IndexProcess(log)
         self._run_index = self._process.run if run_index is None else run_index
         self._segment_seconds = _FIRST_ESTIMATE_SECONDS
-        # Whether the documents of the served generation have changed, and the generation has not.
+        # Whether the texts of served documents have changed, although the index files have not.
         self._must_reopen = False
         self._append_lock = asyncio.Lock()
         self._has_changes = asyncio.Event()
@@ -210,7 +215,7 @@ class DocumentWriter:
         service.metrics.gauge("tilefold_pending_documents", lambda: float(log.n_pending))
 
     @property
-    def _index(self) -> Path:
+    def _index_path(self) -> Path:
         """The folder of the index."""
         return self.follower.source.path
 
@@ -295,7 +300,7 @@ class DocumentWriter:
             return
         for change in changes:
             if change.document is not None:
-                raise invalid(
+                raise invalid_input_error(
                     f"document {change.document_id!r} is a text, and {model.name} encodes only "
                     "page images as documents: add the page to the folder of --data, encode it, "
                     "and run `tilefold index --update`",
@@ -353,15 +358,15 @@ class DocumentWriter:
                 error = f"{type(failure).__name__}: {failure}"
                 if error != self.error:
                     _logger.error("documents were not written: %s", error, exc_info=failure)
-            await self._report(error)
+            await self._record_attempt(error)
             if error is not None:
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _report(self, error: str | None) -> None:
-        """Record whether writing failed, and wake requests that wait.
+    async def _record_attempt(self, error: str | None) -> None:
+        """Record the outcome of an attempt to write, and wake requests that wait for it.
 
         Args:
-            error: what went wrong; ``None`` if nothing did.
+            error: why the attempt failed; ``None`` if it succeeded.
         """
         if error is not None and error != self.error:
             _logger.warning("documents could not be written, and will be again: %s", error)
@@ -370,9 +375,14 @@ class DocumentWriter:
             self._progress.notify_all()
 
     async def _write_pending(self) -> None:
-        """Write all pending changes into the index, and open its new generation."""
+        """Write all pending changes into the index, and let searches see them.
+
+        Pending changes are in the log, but not in the index. They are written in batches, each of
+        which becomes a segment of the index.
+        """
         service = self.service
         if not self.log.is_locked:
+            # Another process may have written the log, or have left changes when it ended.
             await service.run_in_background(self.log.refresh)
             if not self.log.n_pending:
                 self.visible = self.log.applied
@@ -380,26 +390,29 @@ class DocumentWriter:
             await service.run_in_background(self.log.lock)
         while self.log.n_pending:
             started = time.perf_counter()
-            batch = _Batch.of(self.log.pending(_MAX_SEGMENT_DOCUMENTS))
+            batch = _Batch.from_changes(self.log.pending(_MAX_SEGMENT_DOCUMENTS))
             await self._write_batch(batch)
             await service.run_in_background(self.log.mark_applied, batch.sequence, batch.failed)
-            await self._show_applied()
+            await self._open_latest_generation()
             seconds = time.perf_counter() - started
+            # An exponential moving average, from which receipts estimate when changes are visible.
             self._segment_seconds += _SMOOTHING * (seconds - self._segment_seconds)
-            await self._report(None)
+            await self._record_attempt(error=None)
             await self._compact_log()
             await self._merge_if_needed()
         if self.visible < self.log.applied:
-            await self._show_applied()
+            await self._open_latest_generation()
 
-    async def _show_applied(self) -> None:
-        """Let searches see the changes that the index has.
+    async def _open_latest_generation(self) -> None:
+        """Let searches see all changes that the index has.
+
+        If the index has a newer generation (committed state) than the served one, it is opened.
 
         Raises:
-            ServeError: if the new generation is refused.
+            ServeError: if the new generation is refused, for example by another model.
         """
         applied = self.log.applied
-        generation = await self.service.run_in_background(read_generation, self._index)
+        generation = await self.service.run_in_background(read_generation, self._index_path)
         if self._must_reopen or generation.id != self.follower.generation:
             await self.follower.reload()
             self._must_reopen = False
@@ -408,10 +421,12 @@ class DocumentWriter:
     async def _compact_log(self) -> None:
         """Remove changes without effect from the log, if they are many."""
         documents = self.follower.served.documents
-        base = documents.base if isinstance(documents, LoggedDocuments) else documents
+        collection_documents = documents
+        if isinstance(documents, LoggedDocuments):  # those of the collection with logged changes
+            collection_documents = documents.base
         try:
             # A server that shows no documents does not know those of the collection.
-            await self.service.run_in_background(self.log.compact, base or None)
+            await self.service.run_in_background(self.log.compact, collection_documents or None)
         except OSError as error:  # the log stays as it is, and nothing is lost
             _logger.warning("the log of documents could not be compacted: %s", error)
 
@@ -423,54 +438,67 @@ class DocumentWriter:
         """
         is_empty = self.follower.served.index.n_documents == 0
         if self.follower.n_segments > _MAX_SEGMENTS and not is_empty:
-            arguments = ["--merge", "--output", str(self._index)]
+            arguments = ["--merge", "--output", str(self._index_path)]
             await self.service.run_in_background(self._run_index, arguments)
-            await self._show_applied()
+            await self._open_latest_generation()
 
     async def _write_batch(self, batch: _Batch) -> None:
         """Encode the documents of a batch, and commit them to the index as one segment.
 
         Args:
-            batch: the batch. Documents that cannot be encoded are moved to its failed ones.
+            batch: the batch. Documents that cannot be encoded are moved from its ``documents`` to
+                its ``failed``.
 
         Raises:
             RuntimeError: if the index could not be changed.
         """
         folder = self.log.folder / "segment"
         await self.service.run_in_background(_create_empty, folder)
-        # A reference to the generation would keep it in memory if another one replaced it.
+        # Only the name is taken: a local variable with the served index would keep it in memory
+        # while documents are encoded, even if searches already use a newer one.
         backend = self.follower.served.index.backend
         vectors = None
         if batch.documents and backend != BM25Index.backend:
             vectors = await self._encode(batch, folder / "vectors")
         change = await self.service.run_in_background(
             _write_change,
-            self._index,
+            self._index_path,
             backend,
             batch,
             folder,
             vectors,
         )
-        if change.data is not None or change.deleted is not None:
+        adds_documents = change.data is not None
+        removes_documents = change.deleted is not None
+        if adds_documents or removes_documents:
             await self._commit(batch, change)
         await self.service.run_in_background(shutil.rmtree, folder)
 
     async def _commit(self, batch: _Batch, change: IndexChange) -> None:
-        """Commit a change to the index, and record in the log that this happens.
+        """Run ``tilefold index`` on the files of a batch.
+
+        The log records before which changes are being written and which generation (committed
+        state) the index had, so that a reader knows after a crash whether the index has them.
 
         Args:
-            batch: the batch of the change.
-            change: the change.
+            batch: the batch, for the log.
+            change: the same changes as files.
 
         Raises:
             RuntimeError: if the index could not be changed.
         """
-        run = self.service.run_in_background
-        generation = await run(read_generation, self._index)
-        await run(self.log.mark_writing, batch.sequence, batch.failed, generation.id)
-        await run(self._run_index, change.arguments())
-        new_generation = await run(read_generation, self._index)
-        # A new title can leave the words of a document, and so a BM25 index, as they were.
+        run_in_background = self.service.run_in_background
+        generation = await run_in_background(read_generation, self._index_path)
+        await run_in_background(
+            self.log.mark_writing,
+            batch.sequence,
+            batch.failed,
+            generation.id,
+        )
+        await run_in_background(self._run_index, change.arguments())
+        new_generation = await run_in_background(read_generation, self._index_path)
+        # A BM25 index stays the same if a document got another title with the same words. The
+        # server must then read the documents again, although there is no new generation.
         if batch.documents and new_generation == generation:
             self._must_reopen = True
 
@@ -478,7 +506,8 @@ class DocumentWriter:
         """Encode the documents of a batch into a folder of vectors.
 
         Args:
-            batch: the batch. Documents that cannot be encoded are moved to its failed ones.
+            batch: the batch. Documents that cannot be encoded are moved from its ``documents`` to
+                its ``failed``.
             folder: the folder to write.
 
         Returns:
@@ -493,7 +522,7 @@ class DocumentWriter:
                 "the index has vectors, but the server has no model. Start it with --model.",
             )
         provenance = self.follower.served.index.provenance
-        dimension = getattr(self.follower.served.index, "dimension", None)
+        dimension = getattr(self.follower.served.index, "dimension", None)  # None if sparse
         await self._check_model(model, provenance)
         rows = await self._encode_documents(model, batch, provenance.passages)
         if not batch.documents:
@@ -537,11 +566,12 @@ class DocumentWriter:
 
         Args:
             model: the model.
-            batch: the batch. Documents that cannot be encoded are moved to its failed ones.
+            batch: the batch. Documents that cannot be encoded are moved from its ``documents`` to
+                its ``failed``.
             passages: how documents are divided; ``None`` for whole documents.
 
         Returns:
-            Id of each document or passage -> its encoded row.
+            Id of each document or passage -> its vector or vectors.
 
         Raises:
             ServeError: if the service or its device is at fault.
@@ -551,37 +581,39 @@ class DocumentWriter:
         try:
             return await self._encode_texts(model, texts)
         except ServeError as error:
-            if not _concerns_input(error):
+            if not _may_be_fault_of_text(error):
                 raise
-        # A document is at fault. To find it, the documents are encoded one by one.
+        # To find the documents at fault, each of them is encoded alone.
         for document_id, document in list(batch.documents.items()):
             texts = _texts_of({document_id: document}, passages)
             try:
                 rows.update(await self._encode_texts(model, texts))
             except ServeError as error:
-                if not _concerns_input(error):
+                if not _may_be_fault_of_text(error):
                     raise
                 if error.kind == "Backend":
-                    # A broken device fails on every text. The document is then not at fault.
+                    # A broken device fails on every text. This call then raises, and the document
+                    # is not marked as failed.
                     await self._encode_texts(model, {"probe": _PROBE_TEXT})
                 _logger.warning("document %r could not be encoded: %s", document_id, error)
                 batch.failed[document_id] = error.message
                 del batch.documents[document_id]
-                if document_id in batch.replaced_deletions:
+                if document_id in batch.deleted_before_put:
                     batch.deleted.append(document_id)
         return rows
 
     async def _encode_texts(self, model: Served, texts: Mapping[str, str]) -> dict[str, Any]:
         """Encode texts in batches that take turns with queries.
 
-        They need no permits of :attr:`Service.input_limit`, because only one batch waits at a time.
+        The texts do not count against :attr:`Service.input_limit`, the limit on waiting inputs,
+        because only one batch waits at a time.
 
         Args:
             model: the model.
             texts: id -> text.
 
         Returns:
-            Id -> encoded row.
+            Id -> vector or vectors of the text.
         """
         rows: dict[str, Any] = {}
         ids = list(texts)
@@ -589,15 +621,15 @@ class DocumentWriter:
             batch_ids = ids[start : start + _ENCODED_TOGETHER]
             outcome = await self.service.encode(
                 model,
-                [texts[text_id] or " " for text_id in batch_ids],
+                [texts[text_id] or " " for text_id in batch_ids],  # empty texts are refused
                 EncodeOptions("document", truncate=True, counted=None),
             )
             rows.update(zip(batch_ids, outcome.rows, strict=True))
         return rows
 
 
-def _concerns_input(error: ServeError) -> bool:
-    """Return whether an error of encoding is about the texts, and not about the service."""
+def _may_be_fault_of_text(error: ServeError) -> bool:
+    """Return whether a text may have caused an error of encoding; a busy service has not."""
     return error.kind not in ("Overloaded", "Unhealthy")
 
 
@@ -635,7 +667,7 @@ class _IndexProcess:
             if hasattr(os, "setpriority"):
                 with suppress(OSError):  # it has ended
                     os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
-            _, log = process.communicate()
+            _, error_output = process.communicate()
         self._process = None
         if process.returncode < 0:
             raise RuntimeError(
@@ -643,7 +675,7 @@ class _IndexProcess:
                 "when memory is short",
             )
         if process.returncode:
-            lines = log.strip().splitlines()
+            lines = error_output.strip().splitlines()
             reason = lines[-1].removeprefix("Error: ") if lines else f"code {process.returncode}"
             raise RuntimeError(f"tilefold index: {reason}")
 
@@ -694,9 +726,18 @@ def _write_change(
     deleted = None
     if batch.deleted:
         deleted = folder / "deleted.txt"
-        # The command drops a byte order mark, which could otherwise be the begin of an id.
-        deleted.write_text("".join(f"{name}\n" for name in batch.deleted), encoding="utf-8-sig")
-    return IndexChange(index, backend, batch.sequence, data, vectors, deleted)
+        # The command drops a byte order mark at the start of the file. With one in front (as
+        # "utf-8-sig" writes it), an id that begins with the same character keeps it.
+        lines = "".join(f"{document_id}\n" for document_id in batch.deleted)
+        deleted.write_text(lines, encoding="utf-8-sig")
+    return IndexChange(
+        index=index,
+        backend=backend,
+        log_sequence=batch.sequence,
+        data=data,
+        vectors=vectors,
+        deleted=deleted,
+    )
 
 
 def _write_vectors(
@@ -707,12 +748,12 @@ def _write_vectors(
     dimension: int | None,
     folder: Path,
 ) -> None:
-    """Write encoded documents into a folder, as ``tilefold encode`` does.
+    """Write encoded documents into a folder of vectors, as ``tilefold encode`` does.
 
     Args:
         model: the model.
         texts: id -> text.
-        rows: id -> encoded row.
+        rows: id -> vector or vectors of the text.
         provenance: provenance of the index, which says whether it has weights of special tokens.
         dimension: dimension of the vectors of the index; ``None`` for sparse vectors.
         folder: the folder to write.
@@ -746,16 +787,17 @@ def _write_vectors(
 
 
 def _sparse_vectors_of(rows: Mapping[str, Row], job: SparseJob) -> SparseVectors:
-    """Return sparse rows with their positive weights as one matrix.
+    """Pack sparse vectors into one CSR matrix, without weights that are not positive.
 
     Args:
-        rows: id -> encoded row.
-        job: the job, with the size and the fingerprint of the vocabulary.
+        rows: id -> sparse vector.
+        job: encoding job, with the size and the fingerprint of the vocabulary.
     """
     row_lengths = [len(row.indices) for row in rows.values()]
+    row_offsets = np.cumsum([0, *row_lengths])
     vectors = SparseVectors(
         list(rows),
-        np.cumsum([0, *row_lengths]),
+        row_offsets,
         np.concatenate([row.indices for row in rows.values()]),
         np.concatenate([row.weights for row in rows.values()]),
         job.vector_size,
@@ -770,11 +812,13 @@ def _dense_row(model: Served, row: Any, job: Job[Any, Any]) -> torch.Tensor:
     Args:
         model: the model.
         row: the vector ``[D]`` that the service has encoded.
-        job: the job whose dimension is stored.
+        job: encoding job, with the dimension of the stored vectors.
     """
     vector = torch.from_numpy(row)[None, : job.vector_size].float()
     if model.model.similarity_fn_name != "cosine":
         return vector
-    if model.invariant is not None:  # in the bits of `encode`, which normalises on the device
+    # `invariant` is set for models that promise the same bits for a text in any batch. The norm is
+    # then computed on the device, as by `tilefold encode`, so that both give the same bits.
+    if model.invariant is not None:
         return normalize_rows(vector.to(model.model.device)).cpu()
     return torch.nn.functional.normalize(vector)
