@@ -15,29 +15,34 @@ from tilefold.distributed.process_group import resolve_group
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
 
-class Columns(NamedTuple):
+class LocalScores(NamedTuple):
     """This rank's part of scores that are distributed over ranks.
 
     Attributes:
-        local: the scores ``[B, V]`` of this rank, or its columns of them, in fp32 or fp64.
-        shards: the ranks that hold columns of these rows; None if this rank holds all columns.
-        rows: the ranks that hold rows of the batch; None if this rank holds all rows.
+        scores: the part, in fp32 or fp64: rows ``[B, V]`` of the batch, with all columns or with
+            this rank's columns of the vocabulary.
+        column_group: process group of the ranks that hold the columns of these rows; None if this
+            rank holds all of them.
+        row_group: process group of the ranks that hold the rows of the batch; None if this rank
+            holds all of them.
     """
 
-    local: Tensor
-    shards: dist.ProcessGroup | None
-    rows: dist.ProcessGroup | None
+    scores: Tensor
+    column_group: dist.ProcessGroup | None
+    row_group: dist.ProcessGroup | None
 
 
-def columns_of(scores: Tensor, group: Group) -> Columns:
+def local_scores(scores: Tensor, group: Group) -> LocalScores:
     """Return this rank's part of scores in fp32 or fp64, and the groups that hold the other parts.
 
     Other ranks may hold other rows of the batch (data parallel), other columns of the vocabulary
     (tensor parallel), or both.
 
     Args:
-        scores: scores ``[B, V]``: a tensor, or a ``DTensor`` whose columns may be sharded.
-        group: the ranks that hold other rows of the batch: a process group, ``"world"`` or None.
+        scores: scores ``[B, V]``: a tensor with this rank's rows and all columns, or a ``DTensor``
+            whose columns may be sharded over its mesh.
+        group: the ranks that hold other rows of the batch: a process group; ``"world"`` for all
+            ranks; or None if there are none.
 
     Raises:
         TypeError: if `scores` is not a dense floating-point tensor.
@@ -58,12 +63,16 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if not _is_dtensor(scores):
-        return Columns(scores.to(dtype), shards=None, rows=resolve_group(group))
-    distributed_scores: Any = scores  # DTensor is not imported without torch.distributed
-    return Columns(
+        return LocalScores(
+            scores.to(dtype),
+            column_group=None,
+            row_group=resolve_group(group),
+        )
+    distributed_scores: Any = scores  # a DTensor, which some builds of torch cannot import
+    return LocalScores(
         distributed_scores.to_local().to(dtype),
-        shards=_column_group(distributed_scores),
-        rows=_row_group(group, distributed_scores.device_mesh),
+        column_group=_column_group(distributed_scores),
+        row_group=_row_group(group, distributed_scores.device_mesh),
     )
 
 
@@ -90,29 +99,31 @@ def _column_group(scores: Any) -> dist.ProcessGroup | None:
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    sharded_dims = [
+    # A DTensor has one placement for each dimension of its mesh of ranks.
+    sharded_mesh_dims = [
         mesh_dim
         for mesh_dim, placement in enumerate(scores.placements)
         if not isinstance(placement, Replicate)
     ]
-    if not sharded_dims:
+    if not sharded_mesh_dims:
         return None
-    if len(sharded_dims) > 1 or scores.placements[sharded_dims[0]] != Shard(1):
+    columns_sharded = Shard(1)  # dimension 1 of the scores [B, V]
+    if len(sharded_mesh_dims) > 1 or scores.placements[sharded_mesh_dims[0]] != columns_sharded:
         raise ValueError(
             "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the "
             f"others, got {scores.placements}; pass each rank its own rows, and the ranks that "
             "hold other rows as the argument group.",
         )
-    column_group: dist.ProcessGroup = scores.device_mesh.get_group(sharded_dims[0])
+    column_group: dist.ProcessGroup = scores.device_mesh.get_group(sharded_mesh_dims[0])
     return column_group
 
 
 def _row_group(group: Group, mesh: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that hold other rows than this rank's part of a ``DTensor``.
+    """Return the ranks that hold other rows of the batch than the ranks of a ``DTensor``.
 
     Args:
-        group: the ranks that hold other rows of the batch: a process group, ``"world"`` or None.
-        mesh: device mesh of the ``DTensor``, whose ranks hold the same rows.
+        group: these ranks: a process group; ``"world"`` for all ranks; or None if there are none.
+        mesh: device mesh of the ``DTensor``. All ranks of the mesh hold the same rows.
 
     Raises:
         ValueError: if `group` is ``"world"`` and the mesh has only some of the ranks.
@@ -125,16 +136,19 @@ def _row_group(group: Group, mesh: Any) -> dist.ProcessGroup | None:
             "ranks, got 'world'; pass the group of the data-parallel dimension, for instance "
             "mesh['dp'].get_group(), or None.",
         )
-    return None  # no rank is outside the mesh
+    return None  # all ranks are in the mesh, and hold the same rows
 
 
 def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum statistics over data-parallel ranks.
 
     Backward multiplies the gradient by the number of ranks: every rank computes the same loss from
-    the sum, and DDP and FSDP average the gradients that the ranks have for their own rows.
+    the sum, but has gradients for its rows only, and DDP and FSDP divide the sum of these gradients
+    by the number of ranks.
     """
-    return statistics if group is None else _sum(statistics, group, dist.get_world_size(group))
+    if group is None:
+        return statistics
+    return _sum(statistics, group, gradient_factor=dist.get_world_size(group))
 
 
 def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -142,16 +156,23 @@ def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Ten
 
     Backward returns the gradient unchanged, because each rank holds different columns.
     """
-    return statistics if group is None else _sum(statistics, group, 1)
+    if group is None:
+        return statistics
+    return _sum(statistics, group, gradient_factor=1)
 
 
 class _Sum(torch.autograd.Function):
     """All-reduce of a tensor whose backward multiplies by a factor."""
 
     @staticmethod
-    def forward(ctx: Any, statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        statistics: Tensor,
+        group: dist.ProcessGroup,
+        gradient_factor: int,
+    ) -> Tensor:
         """Return the sum over the ranks of the group, as a new tensor."""
-        ctx.factor = factor
+        ctx.gradient_factor = gradient_factor
         total = statistics.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -160,12 +181,16 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of the statistics, times the factor."""
         gradient = grads[0]
-        if ctx.factor != 1:
-            gradient = gradient * ctx.factor
+        if ctx.gradient_factor != 1:
+            gradient = gradient * ctx.gradient_factor
         return gradient, None, None
 
 
-def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
-    """Sum a tensor over ranks; backward multiplies the gradient by `factor`."""
-    total: Tensor = _Sum.apply(statistics, group, factor)  # type: ignore[no-untyped-call]
+def _sum(statistics: Tensor, group: dist.ProcessGroup, gradient_factor: int) -> Tensor:
+    """Sum a tensor over ranks; backward multiplies the gradient by `gradient_factor`."""
+    total: Tensor = _Sum.apply(  # type: ignore[no-untyped-call]
+        statistics,
+        group,
+        gradient_factor,
+    )
     return total

@@ -43,8 +43,8 @@ def gather_rows(rows: Tensor) -> Tensor:
         rows: this rank's rows ``[B, ...]``, of the same shape on every rank.
 
     Returns:
-        The rows ``[ranks * B, ...]`` of this rank, of the next rank, and so on. Rank 0 follows the
-        last rank.
+        Rows ``[ranks * B, ...]``: those of this rank, of the next rank, and so on, where rank 0
+        comes after the last rank.
     """
     gathered: Tensor = _GatherRows.apply(rows)  # type: ignore[no-untyped-call]
     return gathered.flatten(0, 1)
@@ -77,5 +77,7 @@ def _in_rank_order(own_first: Tensor) -> list[Tensor]:
     Returns:
         Views of the parts, in the order of the ranks.
     """
-    size = len(own_first)
-    return [own_first[(rank - dist.get_rank()) % size] for rank in range(size)]
+    n_ranks = len(own_first)
+    own_rank = dist.get_rank()
+    # The modulo continues with rank 0 after the last rank.
+    return [own_first[(rank - own_rank) % n_ranks] for rank in range(n_ranks)]

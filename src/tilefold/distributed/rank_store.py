@@ -102,13 +102,14 @@ class RankStore:
     def sharing_failures(self) -> Iterator[None]:
         """Report an error in the block to all ranks, and raise it on this rank.
 
-        The other ranks end with an error at their next :meth:`raise_failure`, if this failure is
-        the first of all ranks.
+        The other ranks end with this error at their next :meth:`raise_failure`. Only the first
+        failure of all ranks is reported, because the others usually follow from it.
         """
         try:
             yield
         except BaseException as error:
             message = " ".join(str(error).split())
+            # A RankError is about another rank, which its message names already.
             if not isinstance(error, RankError):
                 message = f"rank {self.rank}: {type(error).__name__}: {message}"
             is_interrupt = isinstance(error, KeyboardInterrupt)  # by Ctrl-C or SIGTERM
@@ -125,7 +126,8 @@ class RankStore:
             RankError: if a rank failed or died; the message names the rank.
             KeyboardInterrupt: if a rank was interrupted.
         """
-        # Dead ranks are looked for first: a rank that fails reports its failure before it ends.
+        # A rank that fails reports its failure before it ends. Looking for dead ranks first, and
+        # for reports afterwards, therefore finds the report of every rank that seems dead.
         dead_rank = self._find_dead_rank()
         if self.has(_FAILURE):
             failure = self.wait_for(_FAILURE)
@@ -145,9 +147,9 @@ class RankStore:
             time.sleep(POLL_SECONDS / 4)
 
     def _find_dead_rank(self) -> int | None:
-        """Return a watched rank that holds its lock no longer, or None.
+        """Return a watched rank that has released the lock of its folder, or None.
 
-        The locks are checked at most once in ``POLL_SECONDS``.
+        The locks are checked at most once in ``POLL_SECONDS``; in between the result is None.
         """
         if time.monotonic() - self._last_watch < POLL_SECONDS:
             return None
@@ -159,8 +161,11 @@ class RankStore:
 
 
 def _watched_folders(rank: int, rank_folders: Sequence[Path]) -> Mapping[int, Path]:
-    """Return rank -> folder for the ranks that `rank` watches."""
-    watched_ranks = range(1, len(rank_folders)) if rank == 0 else range(1)
+    """Return rank -> folder for the ranks that `rank` watches.
+
+    Rank 0 watches all others, and each of them watches rank 0.
+    """
+    watched_ranks = list(range(1, len(rank_folders))) if rank == 0 else [0]
     return {watched: rank_folders[watched] for watched in watched_ranks}
 
 
@@ -170,7 +175,11 @@ def _ended_early(rank: int) -> RankError:
 
 
 def has_left(rank_folder: Path) -> bool:
-    """Return whether the rank that held the lock of a folder has released it, or died."""
+    """Return whether the rank that held the lock of a folder has released it, or died.
+
+    The lock of a process that dies is released by the system. Locking the folder here therefore
+    fails only while the rank lives.
+    """
     try:
         if (rank_folder / LOCK).exists():
             lock_folder(rank_folder, reentrant=False).release()

@@ -103,7 +103,8 @@ def _start(
         return subprocess.Popen(  # noqa: S603 - the command is this program
             command,
             env=environment,
-            stdin=subprocess.PIPE,  # closes however this process ends, which tells the rank to end
+            # The rank ends when its stdin closes, which happens however this process ends.
+            stdin=subprocess.PIPE,
             stdout=None if uses_terminal else subprocess.DEVNULL,
             stderr=None if uses_terminal else stderr_file,
             start_new_session=True,  # the terminal sends no Ctrl-C; this process forwards it once
@@ -135,20 +136,22 @@ def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
     Returns:
         The exit code for this process: 0 if all ranks succeeded.
     """
-    while all(rank.poll() in (None, 0) for rank in ranks):
+    while all(rank.poll() in (None, 0) for rank in ranks):  # None while a rank runs
         if all(rank.poll() == 0 for rank in ranks):
             return 0
         time.sleep(_POLL_SECONDS)
     failed_rank, code = next(
-        (number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()
+        (number, rank.returncode)
+        for number, rank in enumerate(ranks)
+        if rank.poll() not in (None, 0)
     )
     was_killed = code < 0
     _wait_until_ended(ranks, _KILLED_SECONDS if was_killed else _GRACE_SECONDS)
     sys.stderr.write(_failure_report(failed_rank, code, _stderr_file(folder, failed_rank)))
     # The code of rank 0 is preferred, since it may tell that rank 0 has lost another rank.
     exit_code = ranks[0].poll() or code
-    is_signal = exit_code < 0
-    return 1 if is_signal else exit_code
+    # A negative code is the signal that ended the rank, which no process can return itself.
+    return 1 if exit_code < 0 else exit_code
 
 
 def _failure_report(rank: int, code: int, stderr_file: Path) -> str:
@@ -156,8 +159,8 @@ def _failure_report(rank: int, code: int, stderr_file: Path) -> str:
 
     Args:
         rank: number of the rank. Rank 0 has written its messages to the terminal itself.
-        code: its return code; a negative signal number if a signal ended it.
-        stderr_file: file with its stderr.
+        code: return code of the process; a negative signal number if a signal ended it.
+        stderr_file: file with the stderr of the process; empty for rank 0.
     """
     messages = stderr_file.read_text(encoding="utf-8", errors="replace")
     if code < 0:
@@ -295,8 +298,8 @@ def first_rank_first() -> Iterator[None]:
 def as_single_process() -> Iterator[None]:
     """Hide the process group from libraries while the context is open.
 
-    The context patches ``torch.distributed.is_initialized`` in the whole process. It lets any rank
-    save a model, for example: if transformers sees a process group, only rank 0 writes the files.
+    ``torch.distributed.is_initialized`` is patched in the whole process. Any rank can then save a
+    model, for example: if transformers sees a process group, only rank 0 writes the files.
     """
     import torch.distributed as dist
 
@@ -309,13 +312,13 @@ def as_single_process() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this rank when the process that started it closes stdin.
+    """End this rank when the process that started it closes stdin; runs in a thread.
 
     SIGTERM lets the rank save finished work. A rank that waits for others in a collective may never
     handle the signal, and is killed after ``_SAVE_SECONDS``.
     """
     stdin = 0  # file descriptor
-    while os.read(stdin, 1024):
+    while os.read(stdin, 1024):  # blocks until there is input; empty when stdin is closed
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_SAVE_SECONDS)

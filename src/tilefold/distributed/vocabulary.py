@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,11 +28,11 @@ class PackedTokens(NamedTuple):
 
 
 class SharedVocabulary:
-    """Rows of embeddings and of an LM head that are divided among ranks with different texts.
+    """Vocabulary rows of embeddings and of an LM head, divided among ranks with different texts.
 
     A rank computes the scores of its terms for the texts of all ranks. Then the ranks exchange
-    scores, so that a rank has all terms of its own texts. Unlike FSDP, which gathers the complete
-    weight on every rank, this sends hidden states and scores only.
+    scores, so that each rank has the scores of all terms for its texts. Unlike FSDP, which gathers
+    the complete weight on every rank, only hidden states and scores are sent.
 
     Gradients of the rows are averages over ranks, like those of FSDP and DDP.
 
@@ -73,26 +74,37 @@ class SharedVocabulary:
         """
         from torch.distributed.tensor import DTensor, Replicate
 
-        sizes = self._gather((hidden.size(0), cu_seqlens.numel()))
-        if len({n_offsets for _, n_offsets in sizes}) > 1:
+        n_texts = cu_seqlens.numel() - 1
+        sizes_of_ranks = self._gather((hidden.size(0), n_texts))
+        text_counts = [n_texts_of_rank for _, n_texts_of_rank in sizes_of_ranks]
+        if len(set(text_counts)) > 1:
             raise RuntimeError(
                 "ranks must have the same number of texts to share a vocabulary, got "
-                f"{[n_offsets - 1 for _, n_offsets in sizes]}; leave split_vocabulary out.",
+                f"{text_counts}; leave split_vocabulary out.",
             )
-        counts = [n_tokens for n_tokens, _ in sizes]
-        gather: Any = _GatherTokens.apply
-        all_hidden: Tensor = gather(hidden, counts, self._rank, self._mesh.get_group())
-        lengths = _all_gather(cu_seqlens.diff().contiguous(), self._mesh.get_group())
-        offsets = nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)).to(torch.int32)
+        token_counts = [n_tokens for n_tokens, _ in sizes_of_ranks]
+        gather_tokens: Any = _GatherTokens.apply
+        all_hidden: Tensor = gather_tokens(
+            hidden,
+            token_counts,
+            self._rank,
+            self._mesh.get_group(),
+        )
+        text_lengths = _all_gather(cu_seqlens.diff().contiguous(), self._mesh.get_group())
+        text_ends = torch.cat(text_lengths).cumsum(0)
+        offsets = nn.functional.pad(text_ends, (1, 0)).to(torch.int32)  # the first text begins at 0
         replica = DTensor.from_local(all_hidden, self._mesh, [Replicate()], run_check=False)
         return PackedTokens(replica, offsets)
 
     def own_rows(self, scores: Any) -> Tensor:
-        """Return all columns of this rank's rows of scores, with gradients.
+        """Exchange scores, and return those of this rank's texts for the whole vocabulary.
 
         Args:
             scores: a DTensor ``[B, V]`` for the texts of all ranks, with its columns divided among
                 the ranks.
+
+        Returns:
+            Scores ``[B / ranks, V]``, with gradients.
         """
         from torch.distributed.tensor import Shard
 
@@ -109,20 +121,22 @@ class SharedVocabulary:
         """
         from torch.distributed.tensor import DTensor, Partial, Shard
 
-        counts = self._gather(input_ids.numel())
-        padded_ids = nn.functional.pad(input_ids, (0, max(counts) - input_ids.numel()))
+        # Every rank looks up the tokens of all ranks in its rows. The collectives need equal sizes.
+        token_counts = self._gather(input_ids.numel())
+        padded_ids = nn.functional.pad(input_ids, (0, max(token_counts) - input_ids.numel()))
         all_ids = torch.cat(_all_gather(padded_ids, self._mesh.get_group()))
         local_weight: Tensor = weight.to_local()
-        n_rows = local_weight.size(0)
-        rows_per_rank = -(-weight.size(0) // self._mesh.size())  # as torch.chunk divides them
+        n_local_rows = local_weight.size(0)
+        rows_per_rank = math.ceil(weight.size(0) / self._mesh.size())  # as torch.chunk divides them
         local_ids = all_ids - self._rank * rows_per_rank
-        is_elsewhere = (local_ids < 0) | (local_ids >= n_rows)
-        embeddings = local_weight[local_ids.masked_fill(is_elsewhere, 0)]
+        is_on_other_rank = (local_ids < 0) | (local_ids >= n_local_rows)
+        embeddings = local_weight[local_ids.masked_fill(is_on_other_rank, 0)]
         if padding_id is not None:
             is_padding = (all_ids == padding_id)[:, None]
             embeddings = torch.where(is_padding, embeddings.detach(), embeddings)
-        embeddings = embeddings.masked_fill(is_elsewhere[:, None], 0)
-        # One rank has the embedding of a token, and all others have zeros.
+        embeddings = embeddings.masked_fill(is_on_other_rank[:, None], 0)
+        # One rank has the embedding of a token, and all others have zeros. The sum over the ranks
+        # (Partial -> Shard) is the embedding; each rank gets the sums of its tokens.
         partial = DTensor.from_local(embeddings, self._mesh, [Partial()], run_check=False)
         own_embeddings: Tensor = partial.redistribute(placements=[Shard(0)]).to_local()
         return self._with_averaged_gradient(own_embeddings[: input_ids.numel()])
@@ -130,8 +144,8 @@ class SharedVocabulary:
     def _with_averaged_gradient(self, rows: Tensor) -> Tensor:
         """Return rows unchanged; backward divides their gradient by the number of ranks.
 
-        The summed gradients of the divided weight become the mean, as in DDP. ``gather_tokens``
-        undoes the factor for hidden states.
+        The gradient of a divided weight is a sum over the texts of all ranks, which so becomes the
+        mean over ranks, as in DDP. ``gather_tokens`` undoes the factor for hidden states.
 
         Args:
             rows: the rows, of any shape.
@@ -158,24 +172,26 @@ class SharedEmbedding:
         """
         self._embedding = embedding
         self._vocabulary = vocabulary
-        # Runs what the class of the module does after the lookup, such as Gemma's factor. Its
-        # table has a row for each token of a batch.
-        self._table = copy.copy(embedding)
-        self._table.padding_idx = None
-        self._table._parameters = {"weight": None}
+        # A copy of the module, whose table is not the vocabulary, but the embeddings of the tokens
+        # of a batch, one per row. Calling it with row numbers runs what the class of the module
+        # does after the lookup, such as Gemma's factor.
+        self._module_of_batch = copy.copy(embedding)
+        self._module_of_batch.padding_idx = None
+        self._module_of_batch._parameters = {"weight": None}
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings ``[..., D]`` of token ids ``[...]``."""
-        rows = self._vocabulary.embed(
+        token_embeddings = self._vocabulary.embed(
             input_ids.reshape(-1),
             self._embedding.weight,
             self._embedding.padding_idx,
         )
-        positions = torch.arange(input_ids.numel(), device=input_ids.device)
+        # The module looks up row i of `token_embeddings` for token i.
+        row_numbers = torch.arange(input_ids.numel(), device=input_ids.device)
         embeddings: Tensor = torch.func.functional_call(
-            self._table,
-            {"weight": rows},
-            (positions.view(input_ids.shape),),
+            self._module_of_batch,
+            {"weight": token_embeddings},
+            (row_numbers.view(input_ids.shape),),
         )
         return embeddings
 
@@ -207,26 +223,38 @@ class _GatherTokens(torch.autograd.Function):
     """Gathers the tokens of all ranks.
 
     Backward returns this rank's part of the gradient. No sum over ranks is needed, because the
-    gradient of a replicated DTensor is complete on every rank. It is multiplied by the number of
-    ranks, by which ``own_rows`` has divided the gradient of the scores.
+    gradient of a replicated DTensor is complete on every rank. The gradient is multiplied by the
+    number of ranks, because ``own_rows`` has divided the gradient of the scores by that number.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        counts: list[int],
+        token_counts: list[int],
         rank: int,
         group: Any,
     ) -> Tensor:
-        """Return the tokens ``[sum(counts), D]``, rank after rank."""
-        ctx.n_ranks = len(counts)
-        ctx.first_token = sum(counts[:rank])
-        ctx.n_tokens = counts[rank]
-        padded = hidden.new_zeros(max(counts), hidden.size(1))
+        """Return the hidden states of all ranks' tokens, rank after rank.
+
+        Args:
+            ctx: context of autograd.
+            hidden: hidden states ``[T, D]`` of this rank's tokens.
+            token_counts: number of tokens of each rank.
+            rank: number of this rank.
+            group: process group of the ranks.
+
+        Returns:
+            Hidden states ``[sum(token_counts), D]``.
+        """
+        ctx.n_ranks = len(token_counts)
+        ctx.first_token = sum(token_counts[:rank])
+        ctx.n_tokens = token_counts[rank]
+        # A collective needs tensors of equal shapes, so that all are padded to the longest.
+        padded = hidden.new_zeros(max(token_counts), hidden.size(1))
         padded[: hidden.size(0)] = hidden
-        shards = _all_gather(padded, group)
-        return torch.cat([shard[:count] for shard, count in zip(shards, counts, strict=True)])
+        parts = _all_gather(padded, group)
+        return torch.cat([part[:count] for part, count in zip(parts, token_counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

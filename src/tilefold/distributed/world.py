@@ -76,24 +76,26 @@ class World:
         """
         if self._group is None:
             return function()
-        # The result, and the text of an error. torch broadcasts the entries of a list in place.
-        message: list[Any] = [None, None]
-        error: Exception | None = None
+        result: Any = None
+        error: Exception | None = None  # on rank 0 only; the other ranks get its text
+        error_text: str | None = None
         if self.rank == 0:
             try:
-                message[0] = function()
+                result = function()
             except Exception as raised:  # of any kind, because the other ranks wait for a message
                 error = raised
-                message[1] = f"rank 0: {type(raised).__name__}: {raised}"
+                error_text = f"rank 0: {type(raised).__name__}: {raised}"
+        # torch replaces the entries of this list by those of rank 0.
+        message = [result, error_text]
         with self.explaining_lost_ranks():
             self._dist.broadcast_object_list(message, 0, group=self._group)
         if error is not None:
             raise error
-        result: T
-        result, error_text = message
-        if error_text is not None:
-            raise RankError(error_text)
-        return result
+        result_of_rank_0, error_of_rank_0 = message
+        if error_of_rank_0 is not None:
+            raise RankError(error_of_rank_0)
+        shared_result: T = result_of_rank_0
+        return shared_result
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of the ranks."""

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tilefold._internal.arguments import check_integer, check_number
 from tilefold.distributed.collectives import (
-    Columns,
     Group,
-    columns_of,
+    LocalScores,
+    local_scores,
     sum_over_columns,
     sum_over_rows,
 )
@@ -67,16 +67,16 @@ def flops(
         >>> flops(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))  # 2^2 + 1^2
         tensor(5.)
     """
-    columns = columns_of(scores, group)
-    column_sums = _zero_short_rows(columns, threshold).sum(dim=0)
-    mean = _mean_over_rows(column_sums, columns)
+    local = local_scores(scores, group)
+    column_sums = _zero_short_rows(local, threshold).sum(dim=0)
+    mean = _mean_over_rows(column_sums, local)
     if weights is not None:
         if check_tensor("weights", weights).shape != mean.shape:
             raise ValueError(
                 f"weights must have shape [V] with V={mean.size(0)}, got {list(weights.shape)}.",
             )
         mean = mean * weights.to(mean)
-    return sum_over_columns(mean.square().sum(), columns.shards)
+    return sum_over_columns(mean.square().sum(), local.column_group)
 
 
 def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
@@ -134,10 +134,10 @@ def _mean_row_sum(
     Returns:
         A scalar.
     """
-    columns = columns_of(scores, group)
-    local_sum = term_penalty(_zero_short_rows(columns, threshold)).sum()
-    mean = _mean_over_rows(local_sum.view(1), columns).squeeze(0)
-    return sum_over_columns(mean, columns.shards)
+    local = local_scores(scores, group)
+    local_sum = term_penalty(_zero_short_rows(local, threshold)).sum()
+    mean = _mean_over_rows(local_sum.view(1), local).squeeze(0)
+    return sum_over_columns(mean, local.column_group)
 
 
 def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:
@@ -161,9 +161,9 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
         tensor(0.0400)
     """
     check_epsilon(epsilon)
-    columns = columns_of(scores, group)
-    total = sum_over_rows(columns.local.sum(), columns.rows)
-    return 1 / (sum_over_columns(total, columns.shards).square() + epsilon)
+    local = local_scores(scores, group)
+    total = sum_over_rows(local.scores.sum(), local.row_group)
+    return 1 / (sum_over_columns(total, local.column_group).square() + epsilon)
 
 
 def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 10.0) -> Tensor:
@@ -241,39 +241,39 @@ def check_epsilon(epsilon: float) -> None:
         raise ValueError(f"epsilon must be a number that is not negative, got {epsilon!r}.")
 
 
-def _zero_short_rows(columns: Columns, threshold: float | None) -> Tensor:
+def _zero_short_rows(local: LocalScores, threshold: float | None) -> Tensor:
     """Return the scores of this rank, with rows of at most `threshold` nonzero scores set to 0.
 
     Args:
-        columns: the scores of this rank, and the ranks that hold other columns of the same rows.
+        local: the scores of this rank, and the ranks that hold other columns of the same rows.
         threshold: nonzero scores that a row must exceed; ``None`` returns the scores unchanged.
     """
     check_threshold(threshold)
     if threshold is None:
-        return columns.local
-    n_nonzero = (columns.local != 0).sum(dim=1)
-    if columns.shards is not None:
-        dist.all_reduce(n_nonzero, group=columns.shards)
-    is_kept = (n_nonzero > threshold).to(columns.local.dtype)
-    return columns.local * is_kept[:, None]
+        return local.scores
+    n_nonzero = (local.scores != 0).sum(dim=1)
+    if local.column_group is not None:
+        dist.all_reduce(n_nonzero, group=local.column_group)
+    is_kept = (n_nonzero > threshold).to(local.scores.dtype)
+    return local.scores * is_kept[:, None]
 
 
-def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
+def _mean_over_rows(sums: Tensor, local: LocalScores) -> Tensor:
     """Turn sums over this rank's rows into means over the rows of all ranks.
 
     Args:
         sums: ``[n]`` sums over the rows of this rank, of n quantities.
-        columns: the scores of this rank, and the ranks that hold other rows of the batch.
+        local: the scores of this rank, and the ranks that hold other rows of the batch.
 
     Returns:
         Means ``[n]``.
     """
-    n_local_rows = columns.local.size(0)
-    if columns.rows is None:  # no other rank holds rows of the batch
+    n_local_rows = local.scores.size(0)
+    if local.row_group is None:  # no other rank holds rows of the batch
         return sums / n_local_rows
     # One all-reduce of the sums and of the number of rows.
     sums_and_count = torch.cat([sums, sums.new_full((1,), n_local_rows)])
-    totals = sum_over_rows(sums_and_count, columns.rows)
+    totals = sum_over_rows(sums_and_count, local.row_group)
     n_rows = totals[-1]
     return totals[:-1] / n_rows
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilefold.distributed.collectives import Group, columns_of
+from tilefold.distributed.collectives import Group, local_scores
 from tilefold.losses.functional import (
     anti_zero,
     check_df_options,
@@ -232,16 +232,16 @@ class DFFlopsLoss(Regularizer):
             embeddings: scores ``[B, V]`` of the documents of a training step.
             refresh_every: number of steps.
         """
-        columns = columns_of(embeddings.detach(), self.group)
-        n_documents_of_term = (columns.local > 0).sum(dim=0)
-        n_local_documents = n_documents_of_term.new_full((1,), columns.local.size(0))
+        local = local_scores(embeddings.detach(), self.group)
+        n_documents_of_term = (local.scores > 0).sum(dim=0)
+        n_local_documents = n_documents_of_term.new_full((1,), local.scores.size(0))
         # one tensor [V + 1], so that one all-reduce suffices
         counts = torch.cat([n_documents_of_term, n_local_documents])
         self._counts = counts if self._counts is None else self._counts + counts
         self._steps += 1
         if self._steps % refresh_every != 0:
             return
-        row_group = columns.rows
+        row_group = local.row_group
         if row_group is not None:  # its other ranks hold other documents
             dist.all_reduce(self._counts, group=row_group)
         n_documents = self._counts[-1].clamp(min=1)
