@@ -123,7 +123,7 @@ def test_scores_are_maxsim_of_the_stored_vectors(
 ) -> None:
     # Several blocks of documents, and several passes of queries.
     monkeypatch.setattr(late, "_CPU_BLOCK_TOKENS", 50)
-    monkeypatch.setattr(late, "_PASS_QUERIES", 3)
+    monkeypatch.setattr(late, "_MAX_QUERIES_PER_PASS", 3)
     documents = random_token_vectors(document_ids(range(60)))
     index = r.LateIndex.build(documents, tmp_path / "index", storage=storage)
     stored = stored_vectors(index)

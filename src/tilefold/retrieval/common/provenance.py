@@ -89,23 +89,29 @@ class Provenance:
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
-        """Return the fields that are equal in all parts, and the precisions of all parts."""
-        provenances = list(parts)
-        first = provenances[0]
-        shared = {}
+        """Return the provenance of vectors that are joined from several parts.
+
+        Fields that differ between parts become None, except for the precision, which lists the
+        precisions of all parts.
+
+        Args:
+            parts: the provenance of each part, at least one.
+        """
+        all_parts = list(parts)
+        equal_fields = {}
         for item in fields(cls):
-            value = getattr(first, item.name)
-            if all(getattr(part, item.name) == value for part in provenances):
-                shared[item.name] = value
-        shared["precision"] = joined_precisions(part.precision for part in provenances)
-        return cls(**shared)
+            value = getattr(all_parts[0], item.name)
+            if all(getattr(part, item.name) == value for part in all_parts):
+                equal_fields[item.name] = value
+        equal_fields["precision"] = joined_precisions(part.precision for part in all_parts)
+        return cls(**equal_fields)
 
     def differing_fields(self, other: Provenance) -> list[str]:
         """Return the names of the fields in which two provenances differ.
 
-        The precision is not compared, nor is a field that is unknown in one of them. If one has
-        only the first digits of a digest, because it was read from a :attr:`tag`, these digits are
-        compared.
+        Compared are the model, the texts and the passages, if both provenances know them. If one
+        has only the first digits of a digest, because it was read from a :attr:`tag`, these digits
+        are compared.
         """
         differing = []
         for name in ("model_fingerprint", "texts_sha256", "passages"):

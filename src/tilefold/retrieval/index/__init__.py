@@ -102,14 +102,14 @@ def load_index(path: str | Path) -> SparseIndex:
         ['d1', 'd2']
     """
     backend = read_description(path)["backend"]
-    # Backend -> what its indexes contain, and the class that opens them.
-    other_backends = {
+    # Backend without sparse vectors -> contents of its indexes, and the class that opens them.
+    backends_without_sparse_vectors = {
         "bm25": ("BM25", "BM25Index"),
         DENSE: ("dense vectors", "DenseIndex"),
         LATE: ("tokens", "LateIndex"),
     }
-    if backend in other_backends:
-        contents, class_name = other_backends[backend]
+    if backend in backends_without_sparse_vectors:
+        contents, class_name = backends_without_sparse_vectors[backend]
         raise DataError(
             f"{path}: expected an index of sparse vectors, got one of {contents}. "
             f"Use {class_name}.load.",
@@ -123,7 +123,7 @@ def open_with_segments(
     backend: str,
     load: Callable[[Path], Any] | None = None,
 ) -> Any:
-    """Open a saved index and its segments.
+    """Open a saved index with its segments, which are the parts that updates have added to it.
 
     Args:
         path: the folder of the index.

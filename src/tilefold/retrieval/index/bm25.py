@@ -263,7 +263,7 @@ def _stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], s
         languages without a list in bm25s.
 
     Raises:
-        ValueError: if Snowball does not stem the language.
+        ArgumentError: if Snowball does not stem the language.
     """
     if name == "none":
         return frozenset(), str
@@ -446,7 +446,7 @@ class BM25Index(FolderIndex):
 
         Raises:
             ValueError: if `metadata` is required and missing.
-            DataError: if the documents are divided into other passages than those of the index.
+            ArgumentDataError: if the documents have other passages than those of the index.
         """
         check_texts_by_id("documents", documents)
         delete = set(list_of_ids("delete", delete))

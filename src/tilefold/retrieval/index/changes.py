@@ -46,7 +46,7 @@ def migration_folder(index: Path) -> Path:
 
 @dataclass(frozen=True)
 class Change:
-    """Documents that one or more updates have deleted from an index, and then added to it.
+    """The documents that one or more updates first delete from an index, and then add to it.
 
     Attributes:
         deleted: ids of documents that were deleted.
@@ -61,10 +61,10 @@ class Change:
 
         Args:
             later: the change that follows.
-            has_passages: whether the entries of the index are passages. Ids of `deleted` are then
-                those of documents or of single passages.
+            has_passages: whether the entries of the index are passages. Then `deleted` has ids of
+                documents, or of single passages, such as ``"d1#2"``.
         """
-        # A replaced document moves to the end, as it does in an index.
+        # A replaced document moves to the end, because an index appends the new version.
         replaced_or_deleted = later.deleted | later.documents.keys()
         documents = {
             document_id: document
@@ -72,7 +72,7 @@ class Change:
             if document_id not in replaced_or_deleted
         }
         documents.update(later.documents)
-        # A document that is added again has all of its passages.
+        # A document that is added again has all of its passages, so none of them is deleted.
         deleted = {
             document_id
             for document_id in self.deleted
@@ -84,7 +84,7 @@ class Change:
 
 
 class ChangeLog:
-    """Changes of an index that its standby does not have yet.
+    """Changes of an index that its standby, the index of another model, does not have yet.
 
     The caller holds the lock of the index (:func:`lock_path`), so that no update runs at the same
     time. Only :meth:`read` and :meth:`remove` need no lock: they use committed entries, which
@@ -111,9 +111,9 @@ class ChangeLog:
         deleted: Collection[str],
         documents: Mapping[str, Document],
     ) -> Iterator[None]:
-        """Record an update that is published within the context.
+        """Record an update of the index, which is committed within the context.
 
-        Nothing is recorded if the index has no migration, or if the update is not published.
+        Nothing is recorded if the index has no migration, or if the update is not committed.
 
         Args:
             deleted: ids of the documents that the update deletes.
@@ -121,13 +121,13 @@ class ChangeLog:
 
         Raises:
             DataError: if a document is the image of a page.
-            DiskFullError: if the entry cannot be written; the update must not be published.
+            DiskFullError: if the entry cannot be written; the update must not be committed then.
         """
         if not self.is_active:
             yield
             return
         check_texts_only(documents)
-        self.settle()
+        self.settle()  # an update that was interrupted may have left a pending entry
         numbers = [int(file.stem) for file in self.committed()]
         pending = self.folder / f"{max(numbers, default=0) + 1:06d}{_PENDING}"
         entry = {
@@ -144,7 +144,10 @@ class ChangeLog:
             self.settle()
 
     def settle(self) -> None:
-        """Commit a pending entry if its update was published, and remove it otherwise."""
+        """Commit a pending entry of the log if its update was committed; otherwise remove it.
+
+        An update commits another generation (state) of the index, which tells the two apart.
+        """
         if not self.folder.is_dir():
             return
         for pending in sorted(self.folder.glob(f"*{_PENDING}")):  # at most one
@@ -162,7 +165,7 @@ class ChangeLog:
 
     @staticmethod
     def read(entries: Collection[Path], *, has_passages: bool) -> Change:
-        """Return the effect of committed entries.
+        """Return one change that is equivalent to all changes of committed entries.
 
         Args:
             entries: files of :meth:`committed`, the earliest first.

@@ -154,7 +154,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
             provenance: model and texts that the vectors were computed from.
 
         Raises:
-            DataError: if there are no documents, or if the numbers of vectors and ids differ.
+            ArgumentDataError: if there are no documents, or a different number of vectors and ids.
         """
         ids = ids if isinstance(ids, StoredIds) else list_of("ids", ids)
         check_choice("similarity", similarity, SIMILARITIES)
@@ -193,7 +193,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
             metadata: document id -> fields, which ``search(where=...)`` filters by.
 
         Raises:
-            DataError: if the vectors are not dense vectors of documents.
+            ArgumentDataError: if the vectors are not dense vectors of documents.
             ValueError: if there are no vectors, or the similarity is unknown.
         """
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_dense(folder)")

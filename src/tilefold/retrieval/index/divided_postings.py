@@ -203,7 +203,7 @@ class DividedPostings:
             The mask for each part, on its device.
 
         Raises:
-            ValueError: if the mask has another shape.
+            ArgumentError: if the mask has another shape.
         """
         if allowed is None:
             return [None] * len(self._parts)

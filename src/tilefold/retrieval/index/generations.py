@@ -65,24 +65,28 @@ def read_generation(path: str | Path) -> IndexGeneration:
         FileNotFoundError: if there is no such folder.
     """
     folder = path_of("path", path)
-    contents = _commit_files(folder)
+    contents = _manifest_and_segment_list(folder)
     for _ in range(_MAX_ATTEMPTS):
         backend = str(read_description(folder)["backend"])
         n_segments = len(PartList.read(folder).segment_names)
         # A merge replaces the folder. The files are read again, so that they are of one generation.
         earlier_contents = contents
-        contents = _commit_files(folder)
+        contents = _manifest_and_segment_list(folder)
         if contents == earlier_contents:
             break
     digest = hashlib.sha256()
     for content in contents:
+        # The length separates the two files.
         digest.update(b"%d:" % len(content))
         digest.update(content)
     return IndexGeneration(digest.hexdigest()[:_ID_DIGITS], backend, n_segments)
 
 
-def _commit_files(folder: Path) -> list[bytes]:
-    """Return the contents of the two files that determine a generation; empty if one is missing."""
+def _manifest_and_segment_list(folder: Path) -> list[bytes]:
+    """Return the contents of the two files that determine a generation.
+
+    The content of a missing file is empty.
+    """
     contents = []
     for file in (folder / MANIFEST_NAME, folder / SEGMENTS / LIST_NAME):
         try:
@@ -93,10 +97,10 @@ def _commit_files(folder: Path) -> list[bytes]:
 
 
 def open_current(path: str | Path, open_index: Callable[[IndexGeneration], T]) -> T:
-    """Open an index completely from one generation.
+    """Open an index completely from one generation, which is one committed state of its folder.
 
-    An update or a merge may commit another generation while the files are read. They are then read
-    again.
+    An update or a merge may commit another generation while the files are read. The files are then
+    read again.
 
     Args:
         path: the folder of the index.
@@ -109,7 +113,9 @@ def open_current(path: str | Path, open_index: Callable[[IndexGeneration], T]) -
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
             index = open_index(generation)
-        except Exception:  # an error of a generation that was replaced meanwhile does not count
+        except Exception:
+            # The files of a generation that was replaced meanwhile may be missing. Only an error
+            # of the current generation counts.
             previous = generation
             generation = read_generation(path)
             if generation == previous:
@@ -123,7 +129,7 @@ def open_current(path: str | Path, open_index: Callable[[IndexGeneration], T]) -
 
 
 def part_folders(path: str | Path) -> list[Path]:
-    """Return the folders of the current generation: the index itself, then its segments.
+    """Return the folders of an index: the index itself, then the segments that updates have added.
 
     Args:
         path: the folder of the index.
@@ -136,16 +142,14 @@ def verify_files(
     path: str | Path,
     verified: Collection[FileIdentity] = (),
 ) -> set[FileIdentity]:
-    """Compare the files of an index with their checksums.
-
-    Files that opening the index does not compare are read here, too.
+    """Compare all files of an index with their checksums, also those that opening does not compare.
 
     Args:
         path: the folder of the index.
         verified: files that were compared before. They are not read again.
 
     Returns:
-        All files of the current generation.
+        All files of the current generation, which is the committed state of the index.
 
     Raises:
         DataError: if a file is damaged.

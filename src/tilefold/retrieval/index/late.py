@@ -52,9 +52,9 @@ _MIN_CANDIDATES_PER_HIT = 10
 # Number of tokens of a block on a CPU.
 _CPU_BLOCK_TOKENS = 1 << 17
 # Largest number of queries that share a pass over the documents.
-_PASS_QUERIES = 64
+_MAX_QUERIES_PER_PASS = 64
 # Largest number of scores of a pass: queries times documents.
-_PASS_SCORES = 1 << 29
+_MAX_SCORES_PER_PASS = 1 << 29
 # Fraction of a GPU's free memory that documents may take.
 _MEMORY_FRACTION = 0.75
 # Number of documents that are copied at a time while segments are merged.
@@ -472,7 +472,7 @@ class LateIndex(TorchIndex):
 
         Raises:
             TypeError: if `queries` are not ``TokenVectors``.
-            ValueError: if the vectors are quantized, have another dimension, or are not finite.
+            ArgumentError: if the vectors are quantized, have another dimension, or are not finite.
         """
         check_instance("queries", queries, TokenVectors, _QUERIES_REMEDY)
         expected = f"expected finite fp16 or fp32 of dimension {self.dimension}"
@@ -529,7 +529,8 @@ class LateIndex(TorchIndex):
     ) -> list[list[Hit]]:
         """Return the `k` best of all documents for each query.
 
-        As many queries share a pass over the documents as their scores fit in memory.
+        A pass over the documents scores several queries. Their number is limited by the memory of
+        the scores.
 
         Args:
             queries: token vectors of each query, ``[L, D]``.
@@ -538,8 +539,8 @@ class LateIndex(TorchIndex):
             allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
         """
-        queries_that_fit = _PASS_SCORES // max(1, self.n_documents)
-        queries_per_pass = max(1, min(_PASS_QUERIES, queries_that_fit))
+        queries_that_fit = _MAX_SCORES_PER_PASS // max(1, self.n_documents)
+        queries_per_pass = max(1, min(_MAX_QUERIES_PER_PASS, queries_that_fit))
         hits = []
         for start in range(0, len(queries), queries_per_pass):
             pass_queries = queries[start : start + queries_per_pass]
@@ -881,7 +882,7 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
         Ids of the documents.
 
     Raises:
-        ValueError: if there are no tokens.
+        ArgumentError: if there are no tokens.
         DataError: if an id is empty or repeated.
     """
     ids: list[str] = []

@@ -188,7 +188,7 @@ class _Source:
 
 
 def _check_same_settings(first: _Source, source: _Source) -> None:
-    """Raise ``DataError`` if the layout, model or settings of two folders differ.
+    """Raise ``ArgumentDataError`` if the layout, model or settings of two folders differ.
 
     Args:
         first: the first folder, which every other folder must match.
@@ -219,7 +219,7 @@ def _count_distinct_ids(sources: Sequence[_Source]) -> int:
     Texts that failed to be encoded count too, because a merged folder lists them.
 
     Raises:
-        DataError: if an id is in two folders.
+        ArgumentDataError: if an id is in two folders.
     """
     source_by_id: dict[str, _Source] = {}
     for source in sources:
@@ -366,7 +366,7 @@ def _documents_of(
         folder: the folder of the index, for the error.
 
     Raises:
-        ValueError: if a document is missing.
+        ArgumentError: if a document is missing.
     """
     document_ids = list(vector_ids)
     if passages is not None:
@@ -529,8 +529,8 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
         vectors: vectors of the new documents.
 
     Raises:
-        DataError: if the vectors differ from the index in kind, passages, model, dimension or
-            similarity.
+        ArgumentDataError: if the vectors differ from the index in kind, passages, model, dimension
+            or similarity.
         VocabularyMismatchError: if the vocabularies of sparse vectors and the index differ.
     """
     has_sparse_index = segments.backend not in ("dense", "late")
@@ -570,7 +570,7 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
 
 
 def _check_same_special_tokens(index: Provenance, vectors: Provenance) -> None:
-    """Raise ``DataError`` if special tokens were left out of an index or of new vectors only.
+    """Raise ``ArgumentDataError`` if only one of index and vectors has no special tokens.
 
     Scores with and without them are not comparable. Vectors of an unknown model are not checked.
 

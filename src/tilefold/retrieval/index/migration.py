@@ -295,7 +295,7 @@ class Migration:
     def n_changes(self) -> int:
         """Return how many updates of the index the standby does not have yet."""
         with _waiting_for_lock(self.index):
-            self._log.settle()
+            self._log.settle()  # an update that was interrupted is committed or dropped
             return len(self._log.committed())
 
     def build(
@@ -337,13 +337,14 @@ class Migration:
         *,
         has_passages: bool,
     ) -> Mapping[str, Document]:
-        """Return the documents that the index had at the start, in the order of the start.
+        """Return the documents that the index had when the migration started, in that order.
 
         A document that has changed since has its new text, and a deleted one is empty. Both are
-        only placeholders, which the replay of the change log replaces or deletes.
+        only placeholders: the updates in the change log, which are applied to the standby (the
+        index of the new model) afterwards, replace or delete them.
 
         Args:
-            documents: document id -> document; other documents are ignored.
+            documents: document id -> document; documents that the index did not have are ignored.
             has_passages: whether the entries of the index are passages.
 
         Raises:
@@ -360,19 +361,21 @@ class Migration:
         is_changed |= np.array([document_id not in documents for document_id in ids], bool)
         changed_ids = {ids[position] for position in np.flatnonzero(is_changed).tolist()}
         if not changed_ids:
-            has_same_order = list(documents) == list(ids)
-            return documents if has_same_order else base_documents
+            # A collection with exactly these documents is returned itself: it may read them lazily.
+            is_same_collection = list(documents) == list(ids)
+            return documents if is_same_collection else base_documents
         with _waiting_for_lock(self.index):
-            self._log.settle()
+            self._log.settle()  # an update that was interrupted is committed or dropped
             change = self._log.read(self._log.committed(), has_passages=has_passages)
-        explained_ids = change.documents.keys() | change.deleted
-        unexplained = sorted(changed_ids if has_passages else changed_ids - explained_ids)
-        if unexplained:
+        # The change log encodes an updated document again, but cannot renumber its passages.
+        updated_ids = change.documents.keys() | change.deleted
+        unusable_ids = changed_ids if has_passages else changed_ids - updated_ids
+        if unusable_ids:
             raise DataError(
                 f"{self.record.data}: expected the texts that the documents had when the migration "
-                f"started, but {len(unexplained)} are missing or have changed"
-                f"{_shown(unexplained)}. Give the collection of that time (--data), or discard the "
-                "migration and start it again (--discard).",
+                f"started, but {len(unusable_ids)} are missing or have changed"
+                f"{_shown(sorted(unusable_ids))}. Give the collection of that time (--data), or "
+                "discard the migration and start it again (--discard).",
             )
         return base_documents
 

@@ -285,7 +285,7 @@ class DeviceIndex:
         )
 
     def _check_shape(self, queries: Tensor | SparseRows) -> None:
-        """Raise ``ValueError`` if queries are not rows over the vocabulary of the index."""
+        """Raise ``ArgumentError`` if queries are not rows over the vocabulary of the index."""
         if isinstance(queries, SparseRows):
             shape = [len(queries.counts), queries.vocab_size]
         else:
@@ -582,7 +582,7 @@ def _are_valid(weights: Tensor) -> Tensor:
 
 
 def _refuse_weights(entries: _Entries) -> NoReturn:
-    """Raise ``DataError`` for entries of which some weight is negative, infinite or NaN."""
+    """Raise ``ArgumentDataError`` for entries of which some weight is negative, infinite or NaN."""
     position = int((~_are_valid(entries.weights)).int().argmax())
     raise ArgumentDataError(
         "queries",

@@ -26,7 +26,7 @@ _REMEDY = "Remove the file: the server adds the pending documents again."
 
 
 def documents_folder(index: Path) -> Path:
-    """Return the folder of the documents of an index that were put over HTTP; it may be missing.
+    """Return the folder of the documents that were put into an index over HTTP; it may be missing.
 
     Args:
         index: the folder of the index.
@@ -37,11 +37,11 @@ def documents_folder(index: Path) -> Path:
 
 @dataclass(frozen=True)
 class Publication:
-    """The last addition of logged documents to an index, or the attempt at it.
+    """The last attempt to add the documents of a server's log to an index.
 
     Attributes:
-        sequence: sequence number of the last change in the log that it adds.
-        generation_before: id of the generation of the index before.
+        sequence: sequence number, in the log, of the last change that was added.
+        generation_before: id of the generation (committed state) of the index before the addition.
         succeeded: whether the index has the changes; ``None`` until this is known.
     """
 
@@ -79,29 +79,31 @@ class Publication:
         write_json_object(documents_folder(index) / _FILE, asdict(self), durable=True)
 
     def is_in(self, generation: str) -> bool:
-        """Return whether a generation of the index has the changes.
+        """Return whether a generation (committed state) of the index has the added changes.
 
         Args:
             generation: id of a generation that was current when this object was read.
         """
-        if self.succeeded is None:  # nothing else has changed the index since
+        # While the outcome is unknown, only the addition can have committed another generation.
+        if self.succeeded is None:
             return generation != self.generation_before
         return self.succeeded and generation != self.generation_before
 
 
 @contextmanager
 def publishing(index: Path, log_sequence: int | None = None) -> Iterator[None]:
-    """Record within the context, in which an index is changed, whether it has logged documents.
+    """Change an index within the context, and record whether the change has succeeded.
 
-    The caller holds the lock of the index. The generation of the index changes within the context
-    only.
+    A server logs the documents that it adds. The record tells it later whether the index has them.
+    The index has them if its generation, which is its committed state, is another one after the
+    context. The caller holds the lock of the index, so that no other process commits a generation.
 
     Args:
         index: the folder of the index.
-        log_sequence: sequence number of the last change in the log that is added to the index;
-            ``None`` if the change of the index is not one of the log.
+        log_sequence: sequence number in the server's log of the last change that is added to the
+            index; ``None`` if the change does not come from the log, so that none is recorded.
     """
-    _settle(index)
+    _record_outcome(index)  # of an addition that was interrupted earlier
     if log_sequence is None:
         yield
         return
@@ -109,17 +111,17 @@ def publishing(index: Path, log_sequence: int | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        _settle(index)
+        _record_outcome(index)
 
 
-def _settle(index: Path) -> None:
-    """Record the outcome of the last addition, if it is not known."""
+def _record_outcome(index: Path) -> None:
+    """Record whether the last addition of logged documents has succeeded, if it is not recorded."""
     publication = Publication.read(index)
     if publication is None or publication.succeeded is not None:
         return
     try:
         succeeded = publication.is_in(read_generation(index).id)
     except (DataError, FileNotFoundError):
-        # The index is damaged or was removed. The one that is built in its place has no changes.
+        # The index is damaged or was removed. An index that replaces it lacks the documents.
         succeeded = False
     replace(publication, succeeded=succeeded).write(index)

@@ -187,7 +187,7 @@ class SeismicOptions:
 
 
 def _check_fraction(name: str, value: Any, *, zero_allowed: bool = False) -> None:
-    """Raise ``ValueError`` if an option is not a number in (0, 1] or, with `zero_allowed`, [0, 1].
+    """Raise ``ArgumentError`` if an option is not in (0, 1] or, with `zero_allowed`, in [0, 1].
 
     Args:
         name: the name of the option.
@@ -719,23 +719,25 @@ class SeismicIndex(GrowingIndex):
 
 
 def _read_terms(folder: Path, vocab_size: int) -> Terms:
-    """Read the terms that documents have.
+    """Read the terms that occur in at least one document of an index.
 
     Args:
         folder: the folder of the index.
         vocab_size: number of terms of the vocabulary.
 
     Raises:
-        DataError: if the terms are not ascending or not in ``[0, vocab_size)``.
+        DataError: if the terms are not an ascending int32 array within ``[0, vocab_size)``.
     """
     terms: Terms = np.load(folder / _TERMS, allow_pickle=False)
     if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
         raise DataError(
             f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.",
         )
-    invalid = first_outside(terms, vocab_size)
-    if invalid is not None:
-        raise DataError(f"{_TERMS}: expected terms in [0, {vocab_size}), got {terms[invalid]}.")
+    invalid_position = first_outside(terms, vocab_size)
+    if invalid_position is not None:
+        raise DataError(
+            f"{_TERMS}: expected terms in [0, {vocab_size}), got {terms[invalid_position]}.",
+        )
     return terms
 
 

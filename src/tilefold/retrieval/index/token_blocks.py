@@ -136,7 +136,7 @@ def to_storage(vectors: Tensor | QuantizedTokens, storage: str) -> StoredTokens:
         storage: ``"int8"``, ``"fp16"`` or ``"int4"``.
 
     Raises:
-        DataError: if fp16 cannot represent an entry.
+        ArgumentDataError: if fp16 cannot represent an entry.
     """
     if storage == "int8" and isinstance(vectors, QuantizedTokens):
         return StoredTokens(vectors.values, vectors.scales)
@@ -512,8 +512,8 @@ class DeviceDocuments:
         if copy:
             vectors = files.document_range(first_document, end_document)
             self.resident = vectors.map(lambda tensor: copy_to_device(tensor, device))
-        # If all documents have the same number of tokens, a GPU takes them as padded documents,
-        # whose kernels are faster. 0 if the lengths differ.
+        # Number of tokens of every document; 0 if the numbers differ, or on a CPU. Kernels for
+        # documents of one length, which count as padded documents, are faster.
         self._common_length = 0
         if device.type != "cpu" and (lengths == lengths[0]).all():
             self._common_length = int(lengths[0])
@@ -586,7 +586,8 @@ class DeviceDocuments:
         Yields:
             The packed vectors of each range.
         """
-        # Locking does not pay for the first search, which may be the only one.
+        # Page-locked (pinned) memory is copied faster. Locking takes longer than it saves in a
+        # single search, so the first search does without.
         if self._was_streamed:
             with torch.cuda.device(self.device):
                 self.files.lock()
@@ -594,14 +595,16 @@ class DeviceDocuments:
         copies = _CopiesAhead(self.files, self.device, ranges)
         pending: deque[StoredTokens] = deque()
         try:
-            for number in range(copies.n_slots):
+            for number in range(copies.n_slots):  # there are at most as many slots as ranges
                 pending.append(copies.start(number))
             for number in range(len(ranges)):
-                copies.make_computation_wait(number)
+                copies.make_computation_wait_for(number)
                 yield pending.popleft()
                 if number + copies.n_slots < len(ranges):
                     pending.append(copies.start(number + copies.n_slots))
         finally:
+            # Copies are pending if the caller stopped early. They must end before their source
+            # memory is released.
             copies.close(wait=bool(pending))
 
 
@@ -655,7 +658,7 @@ class _CopiesAhead:
         copy_stream = self._copy_streams[slot]
         vectors = self.files.document_range(*self.ranges[number])
         target = self._buffers[slot].tokens(0, len(vectors.values))
-        # Kernels that were launched so far may still read this slot.
+        # Kernels that were launched so far may still read the range that this slot had before.
         copy_stream.wait_stream(self._compute_stream)
         with torch.cuda.stream(copy_stream):
             target.values.copy_(vectors.values, non_blocking=True)
@@ -663,7 +666,7 @@ class _CopiesAhead:
                 target.scales.copy_(vectors.scales, non_blocking=True)
         return target
 
-    def make_computation_wait(self, number: int) -> None:
+    def make_computation_wait_for(self, number: int) -> None:
         """Make kernels that are launched from now on wait for the copy of a range."""
         self._compute_stream.wait_stream(self._copy_streams[number % self.n_slots])
 

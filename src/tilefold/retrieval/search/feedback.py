@@ -111,7 +111,7 @@ class Feedback:
         self._check_conflicts()
 
     def _check_conflicts(self) -> None:
-        """Raise ``ValueError`` if options conflict with each other."""
+        """Raise ``ArgumentError`` if options conflict with each other."""
         uses_rocchio_option = (
             self.alpha is not None or self.beta is not None or self.gamma != 0 or self.bottom != 0
         )
@@ -417,7 +417,7 @@ def _document_rows(
         Rows of the best documents and rows of the worst documents, both in the order of the run.
 
     Raises:
-        DataError: if a document has no row.
+        ArgumentDataError: if a document has no row.
     """
     best, worst = feedback.best_and_worst(run.get(query, {}))
     for document in [*best, *worst]:
@@ -431,7 +431,7 @@ def _document_rows(
 
 
 def _check_fits_float32(largest: float) -> None:
-    """Raise ``DataError`` if the largest entry of a query is NaN or overflows float32."""
+    """Raise ``ArgumentDataError`` if the largest entry of a query is NaN or overflows float32."""
     if not largest <= _LARGEST_FLOAT32:
         raise ArgumentDataError(
             ("alpha", "beta", "gamma"),

@@ -144,7 +144,7 @@ def _sum_normalized(
         k: number of documents per query that are kept.
 
     Raises:
-        ValueError: if a sum is not finite.
+        ArgumentError: if a sum is not finite.
     """
     fused: Run = {}
     for query_id, scores_by_run in normalized_runs.items():
@@ -284,8 +284,8 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
 
     Raises:
         TypeError: if a run is not a mapping of mappings, or a weight is not a number.
-        ValueError: if there are no runs, if the numbers of weights and runs differ, or if a score
-            or weight is not finite.
+        ArgumentError: if there are no runs, if the numbers of weights and runs differ, or if a
+            score or weight is not finite.
     """
     if not runs:
         raise ArgumentError("runs", "expected at least one run, got an empty list.")
@@ -306,7 +306,7 @@ def _check_weights(weights: Sequence[float], n_runs: int) -> Sequence[float]:
 
     Raises:
         TypeError: if a weight is not a number.
-        ValueError: if the numbers of weights and runs differ, or if a weight is not finite.
+        ArgumentError: if the numbers of weights and runs differ, or if a weight is not finite.
     """
     weights = list_of("weights", weights)
     if len(weights) != n_runs:

@@ -161,7 +161,7 @@ def _image_token_id(processor: Any) -> int:
     """Return the id of the image token, which occurs once for each patch of an image.
 
     Raises:
-        ValueError: if the model reads texts only.
+        ArgumentError: if the model reads texts only.
     """
     image_token = getattr(processor, "image_token", None)
     tokenizer = getattr(processor, "tokenizer", None)
@@ -181,7 +181,9 @@ def _grid_of_patches(
     tokens: ScoredTokens,
     n_patches: int,
 ) -> _Grid:
-    """Return the cells of an image and of its patches.
+    """Return the grid of cells of an image, and which cells each patch covers.
+
+    Most patches cover one cell. A patch of a downscaled copy of the image covers several cells.
 
     Args:
         model: a ``MultiVectorEncoder`` of page images.
@@ -190,13 +192,17 @@ def _grid_of_patches(
         n_patches: number of patch tokens.
     """
     image_processor: Any = getattr(model.processor, "image_processor", None)
-    if getattr(image_processor, "do_image_splitting", None) is not None:
+    # Only processors that can divide images into tiles have this option. If it is off, the
+    # complete image is the only tile.
+    can_divide_images = getattr(image_processor, "do_image_splitting", None) is not None
+    if can_divide_images:
         n_tile_rows, n_tile_columns = _tiles_of_image(model, image)
-        n_tiles = n_tile_rows * n_tile_columns + 1
+        n_tiles = n_tile_rows * n_tile_columns + 1  # the last tile is the complete image
         return _grid_of_tiles(n_tile_rows, n_tile_columns, n_patches // n_tiles)
     sizes = tokens.features.get("image_grid_thw")
     if sizes is not None:
-        # The grid is counted before merge_size x merge_size patches are merged into one token.
+        # The grid is counted before merge_size x merge_size patches are merged into one token. The
+        # first number counts frames, and is 1 for an image.
         _, n_unmerged_rows, n_unmerged_columns = sizes[0].tolist()
         n_rows = n_unmerged_rows // image_processor.merge_size
         n_columns = n_unmerged_columns // image_processor.merge_size

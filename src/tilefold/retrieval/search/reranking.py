@@ -115,7 +115,7 @@ def rerank(
 
 
 def _check_vectors_fit(queries: TokenVectors, documents: TokenStore | TokenVectors) -> None:
-    """Raise ``ValueError`` if token vectors of queries and documents cannot be compared.
+    """Raise ``ArgumentError`` if token vectors of queries and documents cannot be compared.
 
     Args:
         queries: token vectors of queries.
@@ -142,7 +142,7 @@ def _check_run(run: Mapping[str, Mapping[str, float]], queries: TokenVectors) ->
         queries: token vectors of the queries.
 
     Raises:
-        DataError: if a query has no token vectors.
+        ArgumentDataError: if a query has no token vectors.
         ValueError: if a score is NaN.
     """
     for query, query_scores in run.items():
@@ -570,7 +570,7 @@ def _pairs_by_shard(
         Number of the shard -> its pairs.
 
     Raises:
-        DataError: if candidates were never encoded.
+        ArgumentDataError: if candidates were never encoded.
     """
     shard_and_row: Mapping[str, tuple[int, int]]
     failed_ids: Collection[str] = ()

@@ -80,7 +80,7 @@ class _IndexRetriever:
 
         Args:
             vectors: vectors of the queries, as the index takes them.
-            query_ids: ids of the queries, for vectors without ids.
+            query_ids: ids of the queries. They are ignored if `vectors` have ids themselves.
             k: number of documents per query.
             where: filter of the documents' metadata.
             options: options of the index's search, which take precedence over the retriever's.
@@ -119,7 +119,7 @@ class SparseRetriever(_IndexRetriever):
         """Compare the provenance of the vectors with that of the index.
 
         Raises:
-            DataError: if the vectors come from another model or from other documents.
+            ArgumentDataError: if the vectors come from another model or from other documents.
         """
         if self.vectors is None:
             return

@@ -110,7 +110,7 @@ def check_model(
         Whether the index records its model. If it does not, nothing is checked.
 
     Raises:
-        DataError: if the index records another model.
+        ArgumentDataError: if the index records another model.
     """
     if provenance.model_fingerprint is None:
         return False
@@ -464,7 +464,7 @@ class Searcher:
         return records
 
     def _check_documents_are_of_index(self, ranking: Ranking) -> None:
-        """Raise ``DataError`` if `documents` has none of the documents of a ranking."""
+        """Raise ``ArgumentDataError`` if `documents` has none of the documents of a ranking."""
         result_ids = list(ranking.run[_QUERY])
         if not result_ids or not self.documents:
             return
@@ -489,7 +489,7 @@ class Searcher:
         """
         scores = dict(list(ranking.run.get(_QUERY, {}).items())[:k])
         index_scores = ranking.stages[self.stage][_QUERY]
-        terms = self._terms(
+        terms = self._explain_by_terms(
             ranking,
             {result: index_scores[result] for result in scores if result in index_scores},
         )
@@ -618,7 +618,7 @@ class Searcher:
         return [stored.rows(row) for row in range(len(stored))]
 
     def _check_can_explain(self, *, with_reranker: bool) -> None:
-        """Raise ``ValueError`` if there is no late interaction to explain, or no documents.
+        """Raise ``ArgumentError`` if there is no late interaction to explain, or no documents.
 
         Args:
             with_reranker: whether the model that reranks is explained, instead of the index.
@@ -993,7 +993,7 @@ class Searcher:
         return ranking.best_passages if self.passages else None
 
     def _check_by(self, request: SearchRequest) -> None:
-        """Raise ``ValueError`` if a request ranks passages and the index holds none."""
+        """Raise ``ArgumentError`` if a request ranks passages and the index holds none."""
         if request.by == "passage" and self.passages is None:
             raise ArgumentError(
                 "by",
@@ -1002,7 +1002,7 @@ class Searcher:
             )
 
     def _check_passages_of_second_index(self, request: SearchRequest) -> None:
-        """Raise ``ValueError`` if the second index needs the passages of the index and lacks them.
+        """Raise ``ArgumentError`` if the second index lacks passages of the index that it needs.
 
         It needs them if passages are ranked, or if feedback reads a run that the run of the second
         index is mixed into.
@@ -1048,7 +1048,7 @@ class Searcher:
             request: options of the search.
 
         Raises:
-            ValueError: if there is no second index, or if a run would have to be filtered.
+            ArgumentError: if there is no second index, or if a run would have to be filtered.
         """
         second = self.second
         if second is None:
@@ -1079,16 +1079,21 @@ class Searcher:
             ignored_identical_ids=queries_with_identical_ids(run),
         )
 
-    def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:
-        """Explain the sparse scores of documents by the terms that they share with the query.
+    def _explain_by_terms(
+        self,
+        ranking: Ranking,
+        scores: Mapping[str, float],
+    ) -> dict[str, list[Json]]:
+        """Explain the sparse scores of results by the terms that they share with the query.
 
         Args:
             ranking: a ranking whose only query has the id ``_QUERY``.
-            scores: document id -> sparse score.
+            scores: id of a result, which is a document or a passage -> sparse score.
 
         Returns:
-            Document id -> its terms, largest contribution first, without special tokens. Empty
-            if the searcher has no sparse model or no vectors.
+            Id of a result -> records of its terms, largest contribution first, without special
+            tokens. After feedback, ``feedback`` says whether it has added the term to the query.
+            Empty if the searcher has no sparse model or no vectors.
         """
         retriever = self.retriever
         if (
@@ -1100,19 +1105,21 @@ class Searcher:
         tokenizer = retriever.model.tokenizer
         term_name = term_names_of(tokenizer)
         query_row = ranking.vectors.row(0)
+        # Without feedback, both attributes are the same object.
         has_feedback = ranking.vectors is not ranking.vectors_before_feedback
         original_terms, _ = ranking.vectors_before_feedback.row(0)
         terms_before_feedback = set(original_terms.tolist())
-        passage_of = ranking.passages.get(self.stage, {}).get(_QUERY, {})
-        # In an index of passages, a document has the vector of its best passage.
-        document_by_vector_id = {
-            passage_of.get(document, document): document for document in scores
+        # In an index of passages, a document was scored by the vector of its best passage.
+        best_passages_of_queries = ranking.passages.get(self.stage, {})
+        passage_of_document = best_passages_of_queries.get(_QUERY, {})
+        result_of_vector = {
+            passage_of_document.get(result_id, result_id): result_id for result_id in scores
         }
-        vectors = retriever.vectors_of(document_by_vector_id, skip_missing=True)
-        terms_of_documents: dict[str, list[Json]] = {}
+        vectors = retriever.vectors_of(result_of_vector, skip_missing=True)
+        terms_of_results: dict[str, list[Json]] = {}
         for row, vector_id in enumerate(vectors.ids):
-            document = document_by_vector_id[vector_id]
-            terms_of_documents[document] = []
+            result_id = result_of_vector[vector_id]
+            terms_of_results[result_id] = []
             for term, contribution in matched_terms(
                 query_row,
                 vectors.row(row),
@@ -1121,12 +1128,12 @@ class Searcher:
                 record: Json = {
                     "term": term_name[term],
                     "contribution": contribution,
-                    "share": contribution / scores[document],
+                    "share": contribution / scores[result_id],
                 }
                 if has_feedback:
                     record["feedback"] = term not in terms_before_feedback
-                terms_of_documents[document].append(record)
-        return terms_of_documents
+                terms_of_results[result_id].append(record)
+        return terms_of_results
 
 
 def _check_types(
@@ -1175,7 +1182,7 @@ def _check_unused_arguments(
     model: Model | None,
     vectors: SparseVectors | str | Path | None,
 ) -> None:
-    """Raise ``ValueError`` if a model or sparse vectors are passed that the index does not use.
+    """Raise ``ArgumentError`` if a model or sparse vectors are passed that the index does not use.
 
     Args:
         index: the index.
@@ -1198,7 +1205,7 @@ def _check_unused_arguments(
 
 
 def _check_same_documents(second: BM25Index, provenance: Provenance) -> None:
-    """Raise ``DataError`` if a second index was made from other documents than the index.
+    """Raise ``ArgumentDataError`` if a second index was made from other documents than the index.
 
     Args:
         second: the second index.

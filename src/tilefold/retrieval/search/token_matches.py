@@ -214,7 +214,7 @@ class ExplainedQuery:
 
 
 def _check_count(description: str, tokens: ScoredTokens, vectors: Any) -> None:
-    """Raise ``DataError`` if a model returns another number of tokens than there are vectors.
+    """Raise ``ArgumentDataError`` if a model returns more or fewer tokens than there are vectors.
 
     Args:
         description: what the tokens are, for the error.

@@ -483,9 +483,11 @@ def _check_id(document_id: str, engine: str, id_problem: ProblemOf) -> None:
     Args:
         document_id: id of a document.
         engine: ``"OpenSearch"`` or ``"Vespa"``.
-        id_problem: returns the problem of an id, besides its length, or None.
+        id_problem: function from an id to what the engine refuses in it, such as a character; None
+            if nothing. The length is checked here.
     """
     max_bytes = _MAX_ID_BYTES[engine]
+    # A string may hold half a surrogate pair, which no UTF-8 can encode.
     if not is_unicode(document_id):
         problem: str | None = "half a surrogate pair"
     else:
@@ -542,7 +544,7 @@ def _name_terms(
 
     Raises:
         VocabularyMismatchError: if the number of tokens is not the number of terms.
-        DataError: if the engine does not accept a name, or two terms share a name.
+        ArgumentDataError: if the engine does not accept a name, or two terms share a name.
     """
     vocab_size = documents.is_used.size
     if tokens is None:
@@ -579,7 +581,7 @@ def _name_terms(
 
 
 def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> None:
-    """Raise ``DataError`` if two terms share a name, and documents use one of them.
+    """Raise ``ArgumentDataError`` if two terms share a name, and documents use one of them.
 
     Args:
         names: name of each term.
@@ -632,7 +634,7 @@ def _check_form(
     form: str,
     reserved: Sequence[str] = (),
 ) -> None:
-    """Raise ``ValueError`` if an option does not have the form of names of an engine.
+    """Raise ``ArgumentError`` if an option does not have the form of names of an engine.
 
     Args:
         option: name of the option, for the error.

@@ -850,7 +850,7 @@ class ShardWriter(ABC, Generic[M, V]):
         self.manifest.truncated = {} if truncation is None else _truncation_counts(truncation)
 
     def _check_next(self, number: int) -> None:
-        """Raise ``ValueError`` if a shard is neither in the manifest nor the next one."""
+        """Raise ``ArgumentError`` if a shard is neither in the manifest nor the next one."""
         if not 0 <= number <= len(self.manifest.shards):
             raise ArgumentError(
                 "number",

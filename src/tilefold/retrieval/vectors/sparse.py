@@ -272,18 +272,20 @@ class SparseVectors:
                 f"rows: expected integers, got {row_numbers.dtype}; pass positions of rows.",
             )
         row_numbers = row_numbers.astype(np.int64)
-        outside = first_outside(row_numbers, len(self))
-        if outside is not None:
+        invalid_position = first_outside(row_numbers, len(self))
+        if invalid_position is not None:
             raise IndexError(
-                f"rows: expected positions among {len(self)} rows, got {row_numbers[outside]}.",
+                f"rows: expected positions among {len(self)} rows, got "
+                f"{row_numbers[invalid_position]}.",
             )
-        entries, offsets = gather_positions(self.indptr, row_numbers)
+        # Positions of the rows' entries in `indices` and `data`, and offsets of the new rows.
+        entry_positions, new_offsets = gather_positions(self.indptr, row_numbers)
         return replace(
             self,
             ids=[self.ids[row] for row in row_numbers.tolist()],
-            indptr=offsets,
-            indices=self.indices[entries],
-            data=self.data[entries],
+            indptr=new_offsets,
+            indices=self.indices[entry_positions],
+            data=self.data[entry_positions],
         )
 
     def above(self, min_weight: float) -> SparseVectors:
@@ -300,7 +302,7 @@ class SparseVectors:
         return self.selected(~np.isin(self.indices, unwanted))
 
     def selected(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
-        """Return a copy with the entries of a mask, bool ``[nnz]``."""
+        """Return a copy with the entries for which a mask, bool ``[nnz]``, is True."""
         return replace(
             self,
             indptr=offsets_of(keep)[self.indptr],
@@ -338,7 +340,9 @@ def check_same_vocabulary(
     left_name: str,
     right_name: str,
 ) -> None:
-    """Raise ``VocabularyMismatchError`` if sizes or known fingerprints of vocabularies differ.
+    """Raise ``VocabularyMismatchError`` if the vocabularies of two sets of vectors differ.
+
+    Their sizes are compared, and their fingerprints if both are known (not None).
 
     Args:
         left: vectors, a manifest or an index with the expected vocabulary.

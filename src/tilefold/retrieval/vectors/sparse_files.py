@@ -105,7 +105,7 @@ class VectorManifest(Manifest):
         indices: Ints,
         weights: Floats,
     ) -> SparseVectors:
-        """Wrap CSR arrays as vectors with the vocabulary, model and texts of the folder.
+        """Wrap CSR arrays as vectors with the vocabulary and the provenance of this manifest.
 
         Args:
             ids: N ids.
@@ -349,7 +349,7 @@ def write_vectors(
 
 
 def _check_distinct_names(term_names: Sequence[str], vectors: SparseVectors) -> None:
-    """Raise ``DataError`` if two terms that occur in the vectors have the same name.
+    """Raise ``ArgumentDataError`` if two terms that occur in the vectors have the same name.
 
     Args:
         term_names: name of each term.

@@ -107,8 +107,8 @@ class TokenVectors:
                 ``"int8"``.
 
         Raises:
-            DataError: if a tensor has a wrong shape, or a number is not finite in `storage`. The
-                message names the id.
+            ArgumentDataError: if a tensor has a wrong shape, or if a number is NaN, infinite or,
+                for fp16, too large. The message names the id.
         """
         ids = list_of("ids", ids)
         vectors = list_of("vectors", vectors)
@@ -120,21 +120,22 @@ class TokenVectors:
                     "vectors",
                     f"expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.",
                 )
-        lengths = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64)
-        offsets = lengths.cumsum(0)
+        lengths = np.array([rows.size(0) for rows in vectors], np.int64)
+        offsets = torch.from_numpy(offsets_of(lengths))
         packed = torch.zeros(0, dimension)
         if vectors:
             packed = torch.cat([rows.detach().float() for rows in vectors])
-        rounded = packed.half() if storage == "fp16" else packed
+        # int8 values are computed from the fp32 vectors, below.
+        stored_floats = packed.half() if storage == "fp16" else packed
         check_finite(
             ids,
             offsets,
             packed,
-            is_finite=rounded.isfinite().all(dim=1).cpu(),
+            is_finite=stored_floats.isfinite().all(dim=1).cpu(),
             storage=storage,
         )
         if storage != "int8":
-            return cls(ids, offsets, rounded.cpu())
+            return cls(ids, offsets, stored_floats.cpu())
         quantized = quantize_tokens(packed, "int8")
         return cls(ids, offsets, quantized.values.cpu(), quantized.scales.cpu())
 
@@ -224,7 +225,7 @@ def check_finite(
     is_finite: Tensor,
     storage: str,
 ) -> None:
-    """Raise ``DataError`` if a token vector is not finite in its storage.
+    """Raise ``ArgumentDataError`` if a token vector is not finite in its storage.
 
     Args:
         ids: N ids.
@@ -352,7 +353,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     manifest_type = TokenManifest
 
     def _check(self, vectors: TokenVectors) -> None:
-        """Raise ``DataError`` if vectors have another dimension or dtype than the folder."""
+        """Raise ``ArgumentDataError`` if the dimension or the dtype is not that of the folder."""
         dimension = self.manifest.dimension
         dtype = _DTYPES[self.manifest.storage]
         if vectors.dimension != dimension or vectors.values.dtype != dtype:

@@ -244,16 +244,16 @@ class QdrantCollection:
             progress: called after each request as ``progress(n_stored, n_total)``.
 
         Raises:
-            DataError: if an id exists already. Nothing is added then.
+            ArgumentDataError: if an id is stored already. Nothing is added then.
         """
         self._check(documents)
-        present_ids = self.present(documents.ids)
-        repeated = [document_id for document_id in documents.ids if document_id in present_ids]
-        if repeated:
+        stored_ids = self.present(documents.ids)
+        conflicts = [document_id for document_id in documents.ids if document_id in stored_ids]
+        if conflicts:
             raise ArgumentDataError(
                 "documents",
-                f"{len(repeated)} of {len(documents)} ids are in {self.location} already, for "
-                f"example {repeated[0]!r}. Nothing was added; upsert replaces documents.",
+                f"{len(conflicts)} of {len(documents)} ids are in {self.location} already, for "
+                f"example {conflicts[0]!r}. Nothing was added; upsert replaces documents.",
             )
         self._upsert(documents, BATCH_DOCUMENTS, progress)
 
@@ -730,7 +730,7 @@ def _check_options(
     depth: int,
     rank_constant: int,
 ) -> None:
-    """Raise ``ValueError`` if options of a search are wrong or conflict with each other.
+    """Raise ``ArgumentError`` if options of a search are wrong or conflict with each other.
 
     Args:
         queries: queries with vectors of one or several kinds (sparse, dense, tokens).

@@ -253,8 +253,8 @@ class Documents(Queries):
 
         Raises:
             VocabularyMismatchError: if the vocabularies differ.
-            DataError: if a kind of vectors is missing, if models or passages differ, or if the
-                collection cannot store a number.
+            ArgumentDataError: if a kind of vectors is missing, if models or passages differ, or if
+                the collection cannot store a number.
         """
         super().check_compatible(layout, location)
         for kind in layout.kinds:
@@ -369,7 +369,7 @@ def _described_passages(passages: str | None) -> str:
 
 
 def _check_passages_and_weights(sparse: SparseVectors, layout: Layout, location: str) -> None:
-    """Raise ``DataError`` if a collection cannot store sparse vectors of documents.
+    """Raise ``ArgumentDataError`` if a collection cannot store sparse vectors of documents.
 
     Args:
         sparse: the sparse vectors.
@@ -394,7 +394,7 @@ def _check_passages_and_weights(sparse: SparseVectors, layout: Layout, location:
 
 
 def _check_token_counts(tokens: TokenVectors) -> None:
-    """Raise ``DataError`` if a document has more token vectors than Qdrant can store."""
+    """Raise ``ArgumentDataError`` if a document has more token vectors than Qdrant can store."""
     if not len(tokens):
         return
     lengths = tokens.offsets.diff()
@@ -409,7 +409,7 @@ def _check_token_counts(tokens: TokenVectors) -> None:
 
 
 def _check_finite_tokens(tokens: TokenVectors) -> None:
-    """Raise ``DataError`` if a number of token vectors is NaN or infinite."""
+    """Raise ``ArgumentDataError`` if a number of token vectors is NaN or infinite."""
     is_finite = tokens.values.float().isfinite()
     if not bool(is_finite.all()):
         value = tokens.values[~is_finite][0].item()

@@ -62,7 +62,7 @@ class Layout:
     passages: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` if there is no kind of vectors, or if a value is wrong."""
+        """Raise ``ArgumentError`` if there is no kind of vectors, or if a value is wrong."""
         if self.vocab_size is not None:
             check_count("vocab_size", self.vocab_size)
         if self.dense is not None:
@@ -131,7 +131,7 @@ def check_models(
     models: Mapping[str, str],
     location: str,
 ) -> None:
-    """Raise ``DataError`` if vectors were made by a different model than the collection's.
+    """Raise ``ArgumentDataError`` if vectors were made by a different model than the collection's.
 
     A kind of vectors whose model is unknown is not compared.
 

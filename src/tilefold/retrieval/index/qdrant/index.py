@@ -73,7 +73,7 @@ class _Callbacks:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for unknown options of a build, and for options that conflict.
+    """Raise ``ArgumentError`` for unknown options of a build, and for options that conflict.
 
     Args:
         options: the options of :meth:`QdrantIndex.build`.
@@ -129,8 +129,9 @@ class QdrantIndex:
         self.collection = collection
         self._folder = folder
         self._address = address
-        # Closes the collection and removes its folder. Set by `build` for a temporary folder.
-        self._remove_temporary: Callable[[], object] | None = None
+        # Function that closes the collection and removes its folder; None if the folder is kept.
+        # Set by :meth:`build` for a temporary folder.
+        self._remove_temporary_folder: Callable[[], object] | None = None
 
     @property
     def n_documents(self) -> int:
@@ -249,7 +250,14 @@ class QdrantIndex:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        index._remove_temporary = weakref.finalize(index, _remove, index.collection, temporary)
+        # The folder is removed when the index is garbage-collected. The collection must release its
+        # files before.
+        index._remove_temporary_folder = weakref.finalize(
+            index,
+            _close_and_remove,
+            index.collection,
+            temporary,
+        )
         return index
 
     @classmethod
@@ -436,8 +444,8 @@ class QdrantIndex:
     def close(self) -> None:
         """Let other processes open the folder, and remove a temporary folder."""
         self.collection.close()
-        if self._remove_temporary is not None:
-            self._remove_temporary()
+        if self._remove_temporary_folder is not None:
+            self._remove_temporary_folder()
 
     def _describe(self, folder: Path) -> None:
         """Write the manifest into the folder of the index."""
@@ -487,7 +495,7 @@ def _copy_collection(source: Path, target: Path, *, reported_path: Path) -> None
         copy.optimize()
 
 
-def _remove(collection: QdrantCollection, folder: str) -> None:
+def _close_and_remove(collection: QdrantCollection, folder: str) -> None:
     """Close a collection, and remove its temporary folder."""
     collection.close()
     shutil.rmtree(folder, ignore_errors=True)
