@@ -17,7 +17,7 @@ from tilefold.ops._shared.activation import (
 )
 from tilefold.ops._shared.calls import call_key
 from tilefold.ops._shared.checks import check_shape
-from tilefold.ops._shared.entmax_root import kind_of, solve
+from tilefold.ops._shared.entmax_root import alpha_formula, solve
 from tilefold.ops._shared.fallback import FallbackWarning, KernelFallback, KernelUnavailableError
 from tilefold.ops._shared.impl import chosen_impl
 from tilefold.ops._shared.internals import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import kind_of, solve
+from tests.ops.base import alpha_formula, solve
 from tests.ops.conftest import Target
 from tests.ops.matching import entmax_by_sorting, entmax_results
 from tests.ops.samples import assert_same_bits
@@ -326,7 +326,7 @@ def evaluations(x: Tensor, alpha: float, method: str = "halley") -> Tensor:
     """
     distances = x.amax(dim=-1, keepdim=True) - x
     exponent = torch.tensor([[alpha - 1]], dtype=x.dtype, device=x.device)
-    return solve(distances, exponent, kind_of(None, alpha), method=method).evaluations
+    return solve(distances, exponent, alpha_formula(None, alpha), method=method).evaluations
 
 
 @without_interpreter

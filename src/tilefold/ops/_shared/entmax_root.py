@@ -37,12 +37,12 @@ MAX_DAMPING = 0.75
 # Replaces a divisor that is 0 at alpha = 1, where the quotient is not used.
 TINY = 1e-30
 
-# Kinds of alpha: 1, 1.5, 2 and any other.
+# Formulas for alpha = 1, 1.5, 2 and any other alpha.
 SOFTMAX = "softmax"
 ENTMAX15 = "entmax15"
 SPARSEMAX = "sparsemax"
 GENERIC = "generic"
-# Kinds that only kernels distinguish: any alpha with results of 16 bits, and an alpha that is a
+# Formulas that only kernels distinguish: any alpha with results of 16 bits, and an alpha that is a
 # number, below 1.5 or above.
 GENERIC16 = "generic16"
 GENTLE = "gentle"
@@ -81,8 +81,8 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == torch.float32 else 1e-5
 
 
-def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
-    """Return the kind of an alpha: a closed form for 1, 1.5 and 2, else :data:`GENERIC`.
+def alpha_formula(alpha: Tensor | None, alpha_value: float) -> str:
+    """Return the formula for an alpha: a closed form for 1, 1.5 and 2, else :data:`GENERIC`.
 
     Args:
         alpha: a tensor, which is generic, or ``None``.
@@ -94,7 +94,7 @@ def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
     return closed_forms.get(alpha_value, GENERIC)
 
 
-def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
+def kernel_formula(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
     """Return which formula kernels use to raise ``x`` to the power ``1 / (alpha - 1)``.
 
     - ``SOFTMAX``, ``ENTMAX15`` and ``SPARSEMAX`` are closed forms for alpha = 1, 1.5 and 2.
@@ -107,9 +107,9 @@ def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) ->
         alpha: a tensor of alphas, or ``None``.
         alpha_value: the alpha if it is a number.
     """
-    kind = kind_of(alpha, alpha_value)
-    if kind != GENERIC:
-        return kind  # a closed form
+    formula = alpha_formula(alpha, alpha_value)
+    if formula != GENERIC:
+        return formula  # a closed form
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
     is_learned = alpha is not None
     near_softmax = NEAR_SOFTMAX16 if is_16_bit else NEAR_SOFTMAX
@@ -192,13 +192,13 @@ class _ClosedFormEquation:
     Args:
         distances: ``[R, n]`` distances d from the row's maximum.
         alpha_minus_1: ``[R, 1]`` e.
-        kind: ``ENTMAX15`` or ``SPARSEMAX``.
+        formula: ``ENTMAX15`` or ``SPARSEMAX``.
     """
 
-    def __init__(self, distances: Tensor, alpha_minus_1: Tensor, kind: str) -> None:
+    def __init__(self, distances: Tensor, alpha_minus_1: Tensor, formula: str) -> None:
         self.scaled_distances = distances * alpha_minus_1
         self.alpha_minus_1 = alpha_minus_1
-        self.kind = kind
+        self.formula = formula
 
     def bracket(self) -> tuple[Tensor, Tensor]:
         """Return a lower and an upper bound of c: equal weights, and one weight of 1."""
@@ -214,7 +214,7 @@ class _ClosedFormEquation:
         x = (c - self.scaled_distances).clamp_min(0)  # p^e
         sum_of_x = x.sum(dim=-1, keepdim=True)
         support_size = (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
-        if self.kind == ENTMAX15:  # e = 1/2: p = x^2, p^(1-e) = x and p^(1-2e) = 1
+        if self.formula == ENTMAX15:  # e = 1/2: p = x^2, p^(1-e) = x and p^(1-2e) = 1
             sum_of_squares = (x * x).sum(dim=-1, keepdim=True)
             return _Sums(mass=sum_of_squares, first=sum_of_x, second=support_size)
         # e = 1: p = x and p^(1-e) = 1
@@ -306,7 +306,7 @@ class Root(NamedTuple):
 def solve(
     distances: Tensor,
     alpha_minus_1: Tensor,
-    kind: str,
+    formula: str,
     *,
     method: str = "halley",
 ) -> Root:
@@ -316,7 +316,7 @@ def solve(
         distances: ``[R, n]`` distances from the row's maximum, at least 0, and with a 0 in every
             row. An entry with distance inf has weight 0.
         alpha_minus_1: broadcastable to ``[R, 1]``.
-        kind: :func:`kind_of` alpha.
+        formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.
         method: ``"halley"``, or ``"bisection"`` for comparisons.
     """
     eps = torch.finfo(distances.dtype).eps
@@ -324,10 +324,10 @@ def solve(
     one = torch.ones_like(distances[:, :1])
     alpha_minus_1 = alpha_minus_1.to(distances.dtype) * one
     equation: _GenericEquation | _ClosedFormEquation
-    if kind == GENERIC:
+    if formula == GENERIC:
         equation = _GenericEquation(distances, alpha_minus_1)
     else:
-        equation = _ClosedFormEquation(distances, alpha_minus_1, kind)
+        equation = _ClosedFormEquation(distances, alpha_minus_1, formula)
     low, high = equation.bracket()
     root = equation.middle(low, high)
     mass = one
@@ -359,7 +359,7 @@ def solve(
     return Root(root, mass, evaluations.squeeze(-1))
 
 
-def probabilities(distances: Tensor, root: Tensor, alpha_minus_1: Tensor, kind: str) -> Tensor:
+def probabilities(distances: Tensor, root: Tensor, alpha_minus_1: Tensor, formula: str) -> Tensor:
     """Compute the weights of rows at their roots, not yet divided by their sum.
 
     The closed forms are ``p = [c - e d]_+^(1/e)`` with ``e = alpha - 1`` and distances d.
@@ -369,12 +369,12 @@ def probabilities(distances: Tensor, root: Tensor, alpha_minus_1: Tensor, kind: 
         root: ``[..., 1]`` :attr:`Root.root`: c for closed forms, ``log p_max`` for
             :data:`GENERIC`.
         alpha_minus_1: broadcastable to ``[..., 1]``.
-        kind: :func:`kind_of` alpha.
+        formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.
     """
-    if kind == GENERIC:
+    if formula == GENERIC:
         return torch.exp(log_weights(distances, root, alpha_minus_1))
     x = (root - alpha_minus_1 * distances).clamp_min(0)  # p^e
-    return x * x if kind == ENTMAX15 else x
+    return x * x if formula == ENTMAX15 else x
 
 
 class RowWeights(NamedTuple):
@@ -393,7 +393,7 @@ class RowWeights(NamedTuple):
     peak: Tensor
 
 
-def row_weights(scores: Tensor, alpha_minus_1: Tensor, kind: str) -> RowWeights:
+def row_weights(scores: Tensor, alpha_minus_1: Tensor, formula: str) -> RowWeights:
     """Compute the alpha-entmax of every row of scores.
 
     A row whose scores are all ``-inf`` has probabilities of 0. A row with NaN, ``+inf`` or an alpha
@@ -402,21 +402,21 @@ def row_weights(scores: Tensor, alpha_minus_1: Tensor, kind: str) -> RowWeights:
     Args:
         scores: ``[R, n]``.
         alpha_minus_1: ``[R, 1]``.
-        kind: :func:`kind_of` alpha.
+        formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.
     """
     peak = scores.amax(dim=-1, keepdim=True)
     is_valid = peak.isfinite() & (alpha_minus_1 >= 0) & (alpha_minus_1 <= 1)
     is_empty = peak == -math.inf
     # Other rows are solved as well, with equal scores and alpha = 2, and replaced afterwards.
     distances = torch.where(is_valid, peak - scores, 0.0)
-    if kind == SOFTMAX:
+    if formula == SOFTMAX:
         p = torch.softmax(-distances, dim=-1)
         root = torch.log(p.amax(dim=-1, keepdim=True))
         mass = torch.ones_like(peak)
     else:
         alpha_minus_1 = torch.where(is_valid, alpha_minus_1, 1.0)
-        root, mass, _ = solve(distances, alpha_minus_1, kind)
-        p = probabilities(distances, root, alpha_minus_1, kind) / mass
+        root, mass, _ = solve(distances, alpha_minus_1, formula)
+        p = probabilities(distances, root, alpha_minus_1, formula) / mass
     invalid_p = torch.where(is_empty, 0.0, math.nan).to(p.dtype)
     return RowWeights(
         probabilities=torch.where(is_valid, p, invalid_p),
@@ -430,7 +430,7 @@ def row_gradients(
     p: Tensor,
     dp: Tensor,
     alpha_minus_1: Tensor,
-    kind: str,
+    formula: str,
     need_alpha: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of scores and alphas from the gradient of the probabilities.
@@ -442,14 +442,14 @@ def row_gradients(
         p: ``[..., n]`` probabilities.
         dp: ``[..., n]`` gradient of the probabilities.
         alpha_minus_1: ``[..., 1]``.
-        kind: :func:`kind_of` alpha.
+        formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.
         need_alpha: whether the gradient of alpha is needed.
 
     Returns:
         ``[..., n]`` gradient of the scores, and ``[...]`` gradient of each row's alpha, or
         ``None``.
     """
-    u = slopes(p, alpha_minus_1, kind)
+    u = slopes(p, alpha_minus_1, formula)
     sum_u = u.sum(dim=-1, keepdim=True)
     sum_u = torch.where(sum_u == 0, 1.0, sum_u)  # a row without a support has gradient 0
     mean_dp = (u * dp).sum(dim=-1, keepdim=True) / sum_u
@@ -462,7 +462,7 @@ def row_gradients(
     return dscores, products / sum_u.squeeze(-1)
 
 
-def slopes(p: Tensor, alpha_minus_1: Tensor, kind: str) -> Tensor:
+def slopes(p: Tensor, alpha_minus_1: Tensor, formula: str) -> Tensor:
     """Compute ``u = p^(2 - alpha)`` on the support and 0 elsewhere, for the gradient of entmax.
 
     The derivative of a probability by its own score is ``u (1 - u / sum u)``.
@@ -470,13 +470,13 @@ def slopes(p: Tensor, alpha_minus_1: Tensor, kind: str) -> Tensor:
     Args:
         p: ``[..., n]`` probabilities.
         alpha_minus_1: ``[..., 1]``.
-        kind: :func:`kind_of` alpha.
+        formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.
     """
-    if kind == SOFTMAX:  # alpha = 1
+    if formula == SOFTMAX:  # alpha = 1
         return p
-    if kind == ENTMAX15:  # alpha = 1.5
+    if formula == ENTMAX15:  # alpha = 1.5
         return p.sqrt()
-    if kind == SPARSEMAX:  # alpha = 2: 1 on the support; NaN stays NaN
+    if formula == SPARSEMAX:  # alpha = 2: 1 on the support; NaN stays NaN
         return torch.where(p.isnan(), p, (p > 0).to(p.dtype))
     log_p = torch.log(torch.where(p == 0, 1.0, p))  # no log of 0, whose product may be NaN
     return torch.where(p == 0, 0.0, torch.exp((1 - alpha_minus_1) * log_p))

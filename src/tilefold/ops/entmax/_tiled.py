@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import check_alphas, kind_of, row_gradients, row_weights
+from tilefold.ops._shared.entmax_root import alpha_formula, check_alphas, row_gradients, row_weights
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 
 # Entries of a block of rows: 1 MiB in fp32, so that its few temporaries stay in the cache.
@@ -32,7 +32,7 @@ def forward(
     alpha = tensors.alpha
     check_alphas(alpha)
     x = tensors.x.contiguous()
-    kind = kind_of(alpha, options.alpha_value)
+    formula = alpha_formula(alpha, options.alpha_value)
     probabilities = torch.empty_like(x)
     support = torch.empty(x.size(0), dtype=torch.int32, device=x.device)
     if x.numel() == 0:
@@ -41,7 +41,7 @@ def forward(
     for rows in _row_blocks(x):
         scores = x[rows].to(dtype)
         alpha_minus_1 = _alpha_minus_1(alpha, options.alpha_value, rows, like=scores)
-        block_probabilities = row_weights(scores, alpha_minus_1, kind).probabilities
+        block_probabilities = row_weights(scores, alpha_minus_1, formula).probabilities
         probabilities[rows] = block_probabilities
         support[rows] = (block_probabilities > 0).sum(dim=-1)
     return probabilities, support
@@ -66,7 +66,7 @@ def backward(
     """
     p, alpha = saved
     need_x, need_alpha = needs
-    kind = kind_of(alpha, options.alpha_value)
+    formula = alpha_formula(alpha, options.alpha_value)
     dtype = torch.promote_types(p.dtype, torch.float32)
     dx = torch.empty_like(p, memory_format=torch.contiguous_format) if need_x else None
     dalpha = torch.empty(p.size(0), dtype=dtype, device=p.device) if need_alpha else None
@@ -76,7 +76,7 @@ def backward(
             block_p,
             dp[rows].to(dtype),
             _alpha_minus_1(alpha, options.alpha_value, rows, like=block_p),
-            kind,
+            formula,
             need_alpha,
         )
         if dx is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
+from tilefold.ops._shared.entmax_root import kernel_formula, tolerance
 from tilefold.ops._shared.impl import check_interpreter_dtypes
 from tilefold.ops._shared.plan import (
     Constants,
@@ -181,7 +181,7 @@ def _add_row_launch(
             "R": n_rows,
             "n": row_length,
             "alpha_value": options.alpha_value,
-            "KIND": kernel_kind(x.dtype, alpha, options.alpha_value),
+            "KIND": kernel_formula(x.dtype, alpha, options.alpha_value),
             "HAS_ALPHA": alpha is not None,
         },
         tensors=tensors,

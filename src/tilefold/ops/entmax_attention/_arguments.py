@@ -46,20 +46,21 @@ def check_arguments(
 
     Args:
         tensors: the tensors, as the caller passed them.
-        alpha: as in :func:`tilefold.ops.entmax_attention`; ignored if ``tensors`` has alphas.
-        causal: as in :func:`tilefold.ops.entmax_attention`.
-        window: as in :func:`tilefold.ops.entmax_attention`.
-        scale: as in :func:`tilefold.ops.entmax_attention`.
-        dropout_p: as in :func:`tilefold.ops.entmax_attention`.
-        max_seqlen_k: as in :func:`tilefold.ops.entmax_attention`.
-        return_stats: as in :func:`tilefold.ops.entmax_attention`.
+        alpha: a number in [1, 2]; ignored if ``tensors`` has alphas.
+        causal: whether a query attends to no key after its position.
+        window: largest distance of a key from a query's position, or ``None`` for any.
+        scale: factor of the products; ``None`` for ``D ** -0.5``.
+        dropout_p: probability that a weight is dropped.
+        max_seqlen_k: largest number of keys of a packed sequence; ``None`` for that of all keys.
+        return_stats: ``True`` or ``"blocks"`` if statistics of rows are returned.
 
     Returns:
         The options of the operator, and the function that casts q, k and v under autocast and
         expands alpha to one number per head.
 
     Raises:
-        TypeError, ValueError: as :func:`tilefold.ops.entmax_attention`.
+        TypeError: for arguments that are not tensors, or have a dtype that is not supported.
+        ValueError: for shapes, devices or options that are not supported together.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     check_choice("return_stats", return_stats, (False, True, "blocks"))

@@ -166,7 +166,7 @@ class SequenceGroup:
         return view.transpose(0, 1)[None] if self.packed else view
 
 
-def sequence_groups(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
+def group_sequences(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
     """Divide a batch into groups of sequences.
 
     If the batch is packed, each sequence is a group, and this waits for a GPU to read the lengths.
@@ -181,7 +181,7 @@ def sequence_groups(tensors: AttentionTensors, max_scores: int) -> Iterator[Sequ
 
 
 def _groups_of_padded(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
-    """Divide a padded batch into groups of neighbouring sequences; see :func:`sequence_groups`.
+    """Divide a padded batch into groups of neighbouring sequences, each with a bounded score count.
 
     Args:
         tensors: tensors of the call.

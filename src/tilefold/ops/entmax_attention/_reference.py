@@ -18,7 +18,7 @@ from tilefold.ops.entmax_attention._problem import (
     AttentionTensors,
     SequenceGroup,
     check_values,
-    sequence_groups,
+    group_sequences,
     visible_pairs,
 )
 
@@ -62,7 +62,7 @@ def attention_with_rows(tensors: AttentionTensors, options: AttentionOptions) ->
     alpha = options.alpha_value if tensors.alpha is None else tensors.alpha.double().view(-1, 1, 1)
     tau = torch.full(tensors.stats_shape, math.nan, dtype=torch.float32, device=q.device)
     support = torch.zeros_like(tau, dtype=torch.int32)
-    for sequence in sequence_groups(tensors, max_scores=0):  # one sequence at a time
+    for sequence in group_sequences(tensors, max_scores=0):  # one sequence at a time
         queries = sequence.queries(q)[0].double()
         keys = sequence.keys(tensors.k)[0].double().repeat_interleave(head_group, dim=0)
         values = sequence.keys(tensors.v)[0].double().repeat_interleave(head_group, dim=0)

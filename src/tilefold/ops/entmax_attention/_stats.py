@@ -92,14 +92,15 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator.float() / denominator.float()
 
 
-def row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) -> RowStats:
+def convert_row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) -> RowStats:
     """Convert the statistics that the forward pass saved into those that callers see.
 
     With ``e = alpha - 1``, entmax is ``p = [e s - tau]_+^(1/e)``. The largest score of a row, its
     peak, therefore gives ``tau = e peak - p_max^e``. For alpha = 1 it is ``peak - log p_max``.
 
     Args:
-        stats: ``[4, B, H, Nq]`` peaks, roots, masses and support sizes of the rows.
+        stats: ``[4, B, H, Nq]`` of each row: peak; root, which is ``p_max^e`` or ``log p_max``;
+            mass, the sum of the probabilities before it was divided out; and support size.
         alpha: ``[H]`` alpha of each head, or ``None``.
         options: checked options.
     """
@@ -118,20 +119,20 @@ def row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) ->
     )
 
 
-def entmax_stats(
+def complete_stats(
     rows: RowStats,
     tensors: AttentionTensors,
     options: AttentionOptions,
     *,
     with_blocks: bool,
 ) -> EntmaxStats:
-    """Complete the statistics of rows with the visible keys and, optionally, with block counts.
+    """Add to the statistics of rows the numbers of keys and, optionally, of blocks that they see.
 
     Args:
         rows: thresholds, support sizes and residuals.
         tensors: tensors of the call.
         options: checked options.
-        with_blocks: whether to count blocks.
+        with_blocks: whether to count blocks of queries and keys with a positive probability.
     """
     live_blocks = None
     visible_blocks = None
@@ -147,13 +148,13 @@ def entmax_stats(
         tau=rows.tau,
         support=rows.support,
         residual=rows.residual,
-        visible=visible_keys(tensors, options).expand_as(rows.support),
+        visible=count_visible_keys(tensors, options).expand_as(rows.support),
         live_blocks=live_blocks,
         visible_blocks=visible_blocks,
     )
 
 
-def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor:
+def count_visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor:
     """Count the keys that each row may attend to.
 
     Causality and a window leave each query a range of keys. The count is the length of this range,
@@ -255,11 +256,13 @@ def count_blocks(
         alpha_minus_1 = exponents(tensors.alpha, options, tau)
         matrices = _score_matrices(tensors, query_padding_mask, block)
         for index, (queries, keys) in enumerate(matrices):
-            counts[:, index] = _count(queries, keys, tau[index], alpha_minus_1, options)
+            counts[:, index] = _count_blocks_of_matrix(
+                queries, keys, tau[index], alpha_minus_1, options
+            )
     return counts[0], counts[1]
 
 
-def _count(
+def _count_blocks_of_matrix(
     queries: _Tokens,
     keys: _Tokens,
     tau: Tensor,
@@ -283,9 +286,9 @@ def _count(
     """
     n_heads, n_queries, _ = queries.vectors.shape
     n_keys = keys.vectors.size(1)
-    # For each head and block the number of rows with a live pair, and in the last plane the number
-    # of rows with a visible pair. They are counted by products of zeros and ones, which are exact
-    # and deterministic, and whose shapes do not depend on values.
+    # For each head and block the number of rows with a pair of positive weight, and in the last
+    # plane the number of rows with a visible pair. They are counted by products of zeros and ones,
+    # which are exact and deterministic, and whose shapes do not depend on values.
     row_counts = torch.zeros(n_heads + 1, queries.n_blocks, keys.n_blocks, device=tau.device)
     key_blocks = _one_hot(keys.blocks, keys.n_blocks)
     key_vectors = keys.vectors.float()
@@ -345,7 +348,7 @@ def _score_matrices(
     query_padding_mask: Tensor | None,
     block: int,
 ) -> Iterator[tuple[_Tokens, _Tokens]]:
-    """Yield the queries and keys of each matrix of scores.
+    """Yield the queries and keys of each matrix of scores, divided into blocks.
 
     A padded batch has one matrix for each sequence, a packed batch one for all sequences.
 
@@ -363,6 +366,7 @@ def _score_matrices(
     if cu_q is not None and cu_k is not None:
         query_sequences, queries = _sequence_positions(cu_q, q.size(0))
         key_sequences, keys = _sequence_positions(cu_k, k.size(0))
+        # The last query of a sequence has the position of its last key.
         shift = (cu_k.diff() - cu_q.diff())[query_sequences]
         unmasked = None if query_padding_mask is None else query_padding_mask.reshape(-1) != 0
         # Lengths stay on the device, so the numbers of blocks are upper bounds.

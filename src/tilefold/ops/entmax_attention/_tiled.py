@@ -16,7 +16,7 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import (
     GENERIC,
     SOFTMAX,
-    kind_of,
+    alpha_formula,
     probabilities,
     row_gradients,
     row_weights,
@@ -29,8 +29,8 @@ from tilefold.ops.entmax_attention._problem import (
     SequenceGroup,
     check_values,
     exponents,
+    group_sequences,
     result_like,
-    sequence_groups,
     visible_pairs,
 )
 
@@ -55,10 +55,10 @@ def forward(
         training: whether a backward pass may follow, which reads the statistics.
 
     Returns:
-        The four results of the operator: output, second output, statistics, and map of live
-        blocks. The output is shaped like ``q``. Statistics are ``[4, B, H, Nq]``: largest score,
-        root, mass and support size of every row. Only kernels have the other two, which are
-        ``None`` here.
+        The output, shaped like ``q``, and as third result statistics ``[4, B, H, Nq]``: largest
+        score, root of the equation that makes the probabilities sum to 1, their sum before it was
+        divided out, and number of positive probabilities of every row. Only kernels have the
+        second and the fourth result, which are ``None`` here.
     """
     check_values(tensors, options)
     q = tensors.q
@@ -66,9 +66,9 @@ def forward(
     out = result_like(q).on(q.device).zero_()
     stats = torch.zeros(4, *tensors.stats_shape, dtype=dtype, device=q.device)
     stats[0] = -math.inf  # the largest score of a row without keys
-    kind = kind_of(tensors.alpha, options.alpha_value)
+    formula = alpha_formula(tensors.alpha, options.alpha_value)
     alpha_minus_1 = exponents(tensors.alpha, options, stats)
-    for group in sequence_groups(tensors, TILE_ELEMENTS):
+    for group in group_sequences(tensors, TILE_ELEMENTS):
         # Writes to these views change `out` and `stats`.
         group_out = group.queries(out)
         group_peak, group_root, group_mass, group_support = stats[group.stats_index]
@@ -77,7 +77,7 @@ def forward(
             result = row_weights(
                 block.scores.view(-1, n_keys),
                 alpha_minus_1.expand(*row_shape, 1).reshape(-1, 1),
-                kind,
+                formula,
             )
             probabilities = result.probabilities.view(block.scores.shape)
             group_peak[:, :, block.rows] = result.peak.view(row_shape)
@@ -123,9 +123,9 @@ def backward(
     dk = torch.zeros(tensors.k.shape, dtype=dtype, device=q.device)
     dv = torch.zeros(tensors.v.shape, dtype=dtype, device=q.device)
     dalpha = torch.zeros(q.size(1), dtype=dtype, device=q.device)
-    kind = kind_of(alpha, options.alpha_value)
+    formula = alpha_formula(alpha, options.alpha_value)
     alpha_minus_1 = exponents(alpha, options, saved.stats)
-    for group in sequence_groups(tensors, TILE_ELEMENTS):
+    for group in group_sequences(tensors, TILE_ELEMENTS):
         # Additions to these views change `dq`, `dk` and `dv`.
         group_dq = group.queries(dq)
         group_dk = group.keys(dk)
@@ -142,9 +142,9 @@ def backward(
                 root,
                 mass,
                 alpha_minus_1,
-                kind,
+                formula,
             )
-            # Forward was: weights = probabilities * dropout factors, out = weights @ values.
+            # Forward computed weights = probabilities * dropout factors, out = weights @ values.
             grouped_dout = _group_by_key_head(group_dout[:, :, block.rows].to(dtype), values)
             dweights = (grouped_dout @ values.mT).reshape(probabilities.shape)
             weights = probabilities
@@ -157,7 +157,7 @@ def backward(
                 probabilities,
                 dprobabilities,
                 alpha_minus_1,
-                kind,
+                formula,
                 need_alpha,
             )
             dscores *= options.scale  # from now on the gradient of q @ k.T, before its scaling
@@ -192,7 +192,7 @@ def _recomputed_probabilities(
     root: Tensor,
     mass: Tensor,
     alpha_minus_1: Tensor,
-    kind: str,
+    formula: str,
 ) -> Tensor:
     """Compute the probabilities of the forward pass from scores and saved statistics of their rows.
 
@@ -203,7 +203,7 @@ def _recomputed_probabilities(
             the power ``p_max^(alpha - 1)``; see :func:`entmax_root.solve`.
         mass: ``[b, H, n, 1]`` sum of the unnormalized probabilities of this root, nearly 1.
         alpha_minus_1: ``[H, 1, 1]`` or ``[1, 1, 1]``.
-        kind: :func:`entmax_root.kind_of` alpha.
+        formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.
 
     Returns:
         ``[b, H, n, Nk]`` probabilities, all 0 in a row without keys.
@@ -211,9 +211,9 @@ def _recomputed_probabilities(
     # minus infinity minus itself would be NaN
     is_empty = peak == -math.inf
     distances = torch.where(is_empty, 0.0, peak - scores)
-    if kind == SOFTMAX:  # its root is log p_max, too, and the general formula holds at alpha = 1
-        kind = GENERIC
-    unnormalized = probabilities(distances, root, alpha_minus_1, kind)
+    if formula == SOFTMAX:
+        formula = GENERIC  # it also holds at alpha = 1, where the root is log p_max, too
+    unnormalized = probabilities(distances, root, alpha_minus_1, formula)
     return torch.where(is_empty, 0.0, unnormalized / mass)
 
 
@@ -241,7 +241,7 @@ def _blocks(
     options: AttentionOptions,
     dtype: torch.dtype,
 ) -> Iterator[_Block]:
-    """Divide the queries of a group into blocks, and compute the scores of each with all keys.
+    """Divide the queries of some sequences into blocks, and compute their scores with all keys.
 
     A block has about ``TILE_ELEMENTS`` scores over all sequences and heads of the group. A group
     without keys has no blocks.

@@ -28,9 +28,9 @@ from tilefold.ops.entmax_attention._stats import (
     SPARSITY_BLOCK,
     EntmaxStats,
     RowStats,
+    complete_stats,
+    convert_row_stats,
     count_blocks,
-    entmax_stats,
-    row_stats,
 )
 from tilefold.ops.entmax_attention.configs import (
     LISTS,
@@ -49,7 +49,8 @@ def live_shape(
     """Return the shape of the map of live blocks.
 
     The map has one bit per head, tile of queries and block of keys: whether any weight in it is
-    positive. Only the strategy ``LISTS`` uses the map. For other strategies it has no elements.
+    positive. Only the strategy ``LISTS``, for many keys, uses the map to skip the other blocks. For
+    other strategies it has no elements.
 
     Args:
         tensors: tensors of the call.
@@ -268,8 +269,8 @@ def entmax_attention(
             _, tau, support = _reference.attention_with_rows(tensors, options)
         rows = RowStats(tau, support, torch.zeros_like(tau))
     else:
-        rows = row_stats(stats, tensors.alpha, options)
-    return out, entmax_stats(rows, tensors, options, with_blocks=return_stats == "blocks")
+        rows = convert_row_stats(stats, tensors.alpha, options)
+    return out, complete_stats(rows, tensors, options, with_blocks=return_stats == "blocks")
 
 
 def _seed(q: object, dropout_p: object, generator: torch.Generator | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from tilefold.ops._shared.entmax_root import (
     GENTLE,
     SOFTMAX,
     STEEP,
-    kernel_kind,
+    kernel_formula,
 )
 from tilefold.ops._shared.plan import Constants, cdiv
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
@@ -318,7 +318,7 @@ def config_of(
         q.dtype,
         int(q.size(-1)),  # a tile's size is never symbolic
         capability,
-        kind=kernel_kind(q.dtype, tensors.alpha, options.alpha_value),
+        kind=kernel_formula(q.dtype, tensors.alpha, options.alpha_value),
         strategy=strategy,
         tf32=tf32,
         dropout=has_dropout,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
+from tilefold.ops._shared.entmax_root import kernel_formula, tolerance
 from tilefold.ops._shared.impl import check_interpreter_dtypes
 from tilefold.ops._shared.philox import dropout_threshold
 from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting, cdiv, one_byte, power_of_two
@@ -41,8 +41,8 @@ from tilefold.ops.entmax_attention.configs import (
 )
 
 FEW_WARPS = {"num_warps": 4, "num_stages": 1}
-# for kernels without large tiles, whose registers need no limit
-NO_TUNING = {**FEW_WARPS, "maxnreg": None, "ptx_options": None}
+# Launch options of kernels without large tiles, whose registers need no limit.
+UNTUNED_LAUNCH = {**FEW_WARPS, "maxnreg": None, "ptx_options": None}
 TABLE_BLOCK = 64  # number of tiles of a program, and of sequences that it reads at a time
 CHECK_BLOCK = 512  # number of offsets that are read at a time, and of elements that are written
 WRITERS = 128  # number of programs that write NaN if offsets are broken
@@ -61,10 +61,11 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the output, and the results that backward reads.
+    """Plan the kernels of the output, and of the results that backward reads.
 
     If the scores of a row stay on chip, a single kernel computes everything. Otherwise a first
-    kernel finds the roots of the rows, and a second one computes the output.
+    kernel finds the root of each row, from which its probabilities follow, and a second one
+    computes the output.
 
     Args:
         tensors: layouts of the tensors.
@@ -89,8 +90,8 @@ def forward(
     _skip_unneeded_results(builder, tensors, options, strategy, training)
     if q.numel() == 0:
         return builder.build()
-    operands = _operands(builder, {"q": q, "k": tensors.k, "v": tensors.v}, tensors)
-    if not training:
+    operands = _add_copies_of_operands(builder, {"q": q, "k": tensors.k, "v": tensors.v}, tensors)
+    if not training:  # the second output is for gradients: kernels get the output in its place
         builder.replace_tensor("out2", by="out")
     n_tiles = row_tiles(q, tile_rows, tensors)
     # NEAR is the share of a row's weights that the last step for its root may neglect: a quarter
@@ -135,13 +136,14 @@ def _skip_unneeded_results(
         builder: the plan so far.
         tensors: layouts of the tensors.
         options: checked options.
-        strategy: the strategy for rows.
+        strategy: ``RESIDENT`` keeps the scores of a row on chip, ``LISTS`` lists the blocks with a
+            positive weight, and ``SHORT`` visits all blocks.
         training: whether backward may follow.
     """
     if not training:
         builder.skip_result("out2")
     if strategy != LISTS:
-        builder.skip_result("live")
+        builder.skip_result("live")  # the map of blocks with a positive weight
     if not training and not options.support:
         builder.skip_result("stats")
         if strategy != RESIDENT:  # one kernel writes statistics that the next one reads
@@ -157,8 +159,8 @@ def _add_check_of_offsets(
 ) -> None:
     """Add the kernel that fills the output with NaN if the offsets of a packed batch are invalid.
 
-    They are invalid if they do not describe the rows, or a sequence has more keys than the bound. A
-    check on the CPU would wait for the device.
+    Valid offsets start at 0, do not decrease, and end at the number of rows, and no sequence has
+    more keys than ``max_seqlen_k``. A check on the CPU would wait for the device.
 
     Args:
         builder: the plan so far.
@@ -166,19 +168,18 @@ def _add_check_of_offsets(
         options: checked options.
         setting: facts about the device.
     """
-    writers = WRITERS
-    if setting.capability == (0, 0):  # interpreted programs run one after another
-        writers = 1
+    # Triton's interpreter runs the programs of a grid one after another: one is enough there.
+    n_programs = 1 if setting.is_interpreted else WRITERS
     builder.add_launch(
         nan_if_broken_kernel,
-        grid=(writers,),
+        grid=(n_programs,),
         parameters={
             "q_rows": tensors.q.size(0),
             "k_rows": tensors.k.size(0),
             "longest": options.max_seqlen_k,
             "size": tensors.q.numel(),
             "BLOCK": CHECK_BLOCK,
-            **NO_TUNING,
+            **UNTUNED_LAUNCH,
         },
     )
 
@@ -194,12 +195,15 @@ def _add_roots_and_output(
 ) -> None:
     """Add two kernels: the first finds the roots of rows, the second computes the output.
 
+    The root of a row solves the equation that makes its probabilities sum to 1.
+
     Args:
         builder: the plan so far.
         tensors: tensors of the call.
         options: checked options.
         config: the configuration of the kernels.
-        strategy: ``SHORT`` or ``LISTS``. The latter adds buffers for lists of live blocks.
+        strategy: ``SHORT`` visits all blocks of keys. ``LISTS`` adds buffers for lists of live
+            blocks, which have a positive weight, and visits only these.
         training: whether backward may follow.
         setting: facts about the device.
     """
@@ -211,6 +215,7 @@ def _add_roots_and_output(
     n_programs = n_tiles * n_heads
     n_words = 0
     if strategy == LISTS:
+        # The kernel is persistent: with few blocks per row, more programs balance their costs.
         balance = max(1, min(MAX_BALANCE, BALANCED_BLOCKS // n_blocks))
         n_programs = min(n_programs, config["programs"] * balance * setting.multiprocessors)
         n_words = cdiv(options.max_seqlen_k, WORD_BITS * config["keys"])
@@ -245,11 +250,11 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of q, k, v and alpha.
+    """Plan the kernels of the gradients of q, k, v and alpha.
 
     A first kernel computes dq, the addends of dalpha, and one number per row that dk needs, delta.
-    A second kernel computes dk and dv. If the forward pass left a map of live blocks, both skip the
-    other blocks.
+    A second kernel computes dk and dv. If the forward pass left a map of live blocks, which have a
+    positive weight, both kernels skip the other blocks.
 
     Args:
         dout: layout of the gradient of the output.
@@ -279,7 +284,7 @@ def backward(
     builder.add_buffer("delta", tensors.stats_shape)
     if need_alpha:
         builder.add_buffer("terms", tensors.stats_shape)
-    operands = _operands(
+    operands = _add_copies_of_operands(
         builder,
         {"q": q, "k": k, "v": tensors.v, "dout": dout, "out2": saved.out2},
         tensors,
@@ -393,6 +398,8 @@ def _add_query_lists(
 ) -> None:
     """Add the kernel that lists the tiles of queries with a live block for every tile of keys.
 
+    A block is live if some weight in it is positive.
+
     Args:
         builder: the plan so far.
         tensors: tensors of the call.
@@ -498,7 +505,7 @@ def _plan_builder(
         "D": dim,
         "BLOCK_D": power_of_two(dim),
         "BLOCK_M": tile_rows,
-        "KIND": kernel_kind(q.dtype, tensors.alpha, options.alpha_value),  # formula of alpha
+        "KIND": kernel_formula(q.dtype, tensors.alpha, options.alpha_value),  # formula of alpha
         "HAS_ALPHA": tensors.alpha is not None,
         "CAUSAL": options.causal,
         "WINDOW": options.has_window,
@@ -561,17 +568,17 @@ def _add_tables(
             "ROWS": queries.rows,
             "KEYS": keys.rows,
             "BLOCK": TABLE_BLOCK,
-            **NO_TUNING,
+            **UNTUNED_LAUNCH,
         },
     )
 
 
-def _operands(
+def _add_copies_of_operands(
     builder: PlanBuilder,
     operands: Mapping[str, Tensor | None],
     tensors: AttentionTensors,
 ) -> dict[str, Tensor]:
-    """Plan copies of the tensors that kernels cannot read, and return the layouts of the operands.
+    """Add copies of the tensors that kernels cannot read, and return the layouts of the operands.
 
     The last dimension of an operand must have stride 1; its other strides are free. Alphas, offsets
     and the mask must be contiguous.
