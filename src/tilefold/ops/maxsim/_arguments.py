@@ -53,11 +53,11 @@ def check_arguments(
 
     Args:
         tensors: the tensors, as the caller passed them.
-        pairing: as in :func:`tilefold.ops.maxsim`; ignored if ``tensors`` has pairs.
-        reduction: as in :func:`tilefold.ops.maxsim`.
-        mask_mode: as in :func:`tilefold.ops.maxsim`.
-        temperature: as in :func:`tilefold.ops.maxsim`.
-        normalize: as in :func:`tilefold.ops.maxsim`.
+        pairing: ``"all"``, ``"aligned"`` or ``"grouped"``; ignored if ``tensors`` has pairs.
+        reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
+        mask_mode: ``"exclude"`` or ``"zero"``: how masked document tokens count.
+        temperature: temperature of the smooth maximum, ``None`` for the maximum.
+        normalize: whether token vectors are divided by their Euclidean norm.
         longest_query: number of tokens of the longest packed query, if pairs are listed and a
             gradient is needed.
 
@@ -66,7 +66,8 @@ def check_arguments(
         documents.
 
     Raises:
-        TypeError, ValueError: as :func:`tilefold.ops.maxsim`.
+        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
+        ValueError: for shapes, devices or options that are not supported together.
     """
     _check_options(reduction, mask_mode, temperature)
     pairing_name = _check_pairing(pairing if tensors.pairs is None else tensors.pairs)

@@ -175,7 +175,7 @@ class ListedPairsBlock(Block):
     """Aligned, grouped or listed pairs: documents and the query that each is scored with.
 
     Attributes:
-        problem: the problem.
+        problem: tensors and options of the call.
         pairs: ``[n]`` positions of the pairs.
         query_rows: ``[n, C]`` rows of the query tokens. A query with fewer tokens repeats its last
             one.

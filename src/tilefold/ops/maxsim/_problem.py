@@ -41,7 +41,7 @@ NO_WINNER_BITS = -1
 
 
 def winner_bits(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert winners to the dtype in which they are saved.
+    """Convert winners, positions in documents, to the dtype in which they are saved.
 
     Few operations of torch support uint16. It is therefore returned as int16 with the same bits.
     """
@@ -258,7 +258,7 @@ class Problem:
 
     @classmethod
     def of(cls, tensors: MaxSimTensors, options: MaxSimOptions) -> Problem:
-        """Return the problem of a call, with padded or packed tensors as rows.
+        """Return the tensors and options of a call, with padded or packed token vectors as rows.
 
         Args:
             tensors: tensors of the call.
@@ -427,14 +427,15 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
         )
 
 
-def no_winners(problem: Problem, like: Tensor, training: bool = True) -> Tensor:
-    """Allocate the matrix of values that backward reads, filled with "no winner".
+def new_saved_values(problem: Problem, like: Tensor, training: bool = True) -> Tensor:
+    """Allocate the matrix of values that backward reads, filled with the mark "no winner".
 
-    For smooth maxima, it is filled with infinity. For uint16 winners, it is int16 with the same
-    bits, as in :func:`winner_bits`.
+    A winner is the document token that is most similar to a query token. For smooth maxima, the
+    matrix is filled with infinity. For uint16 winners, it is int16 with the same bits, because few
+    operations of torch support uint16.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         like: a tensor on the device of the result.
         training: whether anything is saved; otherwise the matrix is empty.
     """
@@ -454,11 +455,11 @@ def saved_positions(
 ) -> Tensor:
     """Return where the values of query tokens are in the flattened matrix that backward reads.
 
-    The matrix is ``[P, longest query]`` for "index", and ``[group, Tq]`` for "grouped"; see the
-    docstring of this module.
+    The matrix is ``[P, longest query]`` for listed pairs (``"index"``). For ``"grouped"`` it is
+    ``[group, Tq]``, with a row for each document of a group; ``"aligned"`` has groups of one.
 
     Args:
-        problem: a problem with the pairing "index", "grouped" or "aligned".
+        problem: a call with one of these pairings.
         pairs: positions of the pairs.
         query_rows: rows of query tokens of the pairs.
         first_query_rows: first row of each pair's query.

@@ -136,8 +136,8 @@ class QueryBlock:
             out[cross_index(group.queries, documents)] += by_query.sum(dim=2).T
 
 
-def query_blocks(queries: SequenceTokens, max_tokens: int) -> list[QueryBlock]:
-    """Divide the unmasked tokens of all queries into blocks.
+def divide_queries(queries: SequenceTokens, max_tokens: int) -> list[QueryBlock]:
+    """Divide the unmasked tokens of all queries into blocks, the columns of tiles of similarities.
 
     A query is split only if it has more than ``max_tokens`` tokens. If there is one block, its
     vectors are cached. Otherwise they are computed whenever they are needed, to bound memory.
@@ -175,7 +175,7 @@ def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumG
     Shorter queries are padded.
 
     Args:
-        pieces: the pieces of the block, in the order of their tokens.
+        pieces: the queries, or parts of queries, of the block, in the order of their tokens.
         device: device of the groups' tensors.
     """
     by_length = sorted(pieces, key=lambda piece: piece.n_tokens)
@@ -184,7 +184,7 @@ def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumG
         yield _group_of_equal_lengths(pieces, device)
         return
     table = torch.tensor(by_length, device=device)  # [pieces, fields of QueryPiece]
-    runs = similar_lengths(
+    runs = split_by_length(
         lengths,
         start=0,
         max_ratio=MAX_QUERY_RATIO,
@@ -216,21 +216,21 @@ def _group_of_equal_lengths(pieces: list[QueryPiece], device: torch.device) -> S
     return SumGroup(queries, len(pieces), columns=None, padding=None)
 
 
-def similar_lengths(
+def split_by_length(
     lengths: list[int],
     *,
     start: int,
     max_ratio: float,
     max_elements: int,
 ) -> Iterator[tuple[int, int]]:
-    """Divide sorted lengths into runs of similar lengths.
+    """Divide sorted lengths into runs: consecutive lengths that differ little.
 
     Args:
         lengths: lengths in ascending order, positive from ``start`` on.
         start: position of the first run.
         max_ratio: largest ratio of the longest and the shortest length of a run.
-        max_elements: largest product of a run's size and its shortest length. A run of one length
-            may exceed it.
+        max_elements: largest product of the number of lengths in a run and the shortest of them. A
+            run of one length may exceed it.
 
     Yields:
         Start and stop of each run.

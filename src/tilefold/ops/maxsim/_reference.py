@@ -176,7 +176,7 @@ def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
     it. The ``top_k``-th similarity is its threshold.
 
     Args:
-        problem: the problem, for all pairs.
+        problem: tensors and options of the call, for all pairs.
         top_k: number of document tokens that each query token retrieves.
         impute: whether a query token that retrieved no token of a document scores its threshold,
             instead of being left out of the mean.

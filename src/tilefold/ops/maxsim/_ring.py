@@ -286,11 +286,12 @@ def loss_over_ranks(
         labels: ``[Nq]`` document of each query among this rank's, or ``None``.
         scale: factor of the scores.
         group: the process group, or ``"world"``.
-        reduction: as in :func:`tilefold.ops.maxsim`.
-        mask_mode: as in :func:`tilefold.ops.maxsim`.
-        temperature: as in :func:`tilefold.ops.maxsim`.
-        normalize: as in :func:`tilefold.ops.maxsim`.
-        impl: as in :func:`tilefold.ops.maxsim`.
+        reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
+        mask_mode: whether masked document tokens are left out (``"exclude"``) or score 0
+            (``"zero"``).
+        temperature: temperature of the smooth maximum, ``None`` for the maximum.
+        normalize: whether token vectors are divided by their Euclidean norm.
+        impl: name of the implementation, such as ``"auto"``.
 
     Returns:
         The loss, the same on every rank, or ``None`` if the group has no other rank.
@@ -547,7 +548,8 @@ def _gradients(
         tensors: queries of this rank, and documents of the rank.
         options: checked options.
         dscores: ``[Nq, Nd]`` gradient of the scores.
-        winners: what the forward pass saved; ``None`` for the reference.
+        winners: what the forward pass saved: positions of the document tokens with the maxima, or
+            smooth maxima; ``None`` for the reference.
         needs: whether the gradients of queries and of documents are used. A gradient that is not
             used may have any value.
         impl: implementation.

@@ -19,19 +19,19 @@ from tilefold.ops.maxsim._problem import (
     MaxSimTensors,
     Problem,
     check_values,
-    no_winners,
+    new_saved_values,
     pair_sequences,
     wide_dtype,
     winner_bits,
 )
 from tilefold.ops.maxsim._tiled_winners import all_pairs_gradients, listed_pairs_gradients
-from tilefold.ops.maxsim._walk import blocks_of
+from tilefold.ops.maxsim._walk import divide_into_blocks
 from tilefold.ops.maxsim.quantized import quantize_rows
 from tilefold.ops.maxsim.tiles import (
     SequenceTokens,
+    enumerate_unmasked_tokens,
     inverse_norms,
     row_limit,
-    sequence_tokens,
 )
 
 
@@ -41,6 +41,8 @@ def forward(
     training: bool,
 ) -> tuple[Tensor | None, ...]:
     """Compute the scores, and for training the winners or smooth maxima that backward reads.
+
+    The winner of a query token in a document is the document token that is most similar to it.
 
     Args:
         tensors: tensors of the call.
@@ -59,13 +61,14 @@ def forward(
         return scores, None, None, None, None
     if problem.documents.dtype == torch.int8:
         problem = _with_int8_queries(problem)
-    queries, documents = sequence_tokens(problem)
-    saved = no_winners(problem, queries.rows, training)
+    queries, documents = enumerate_unmasked_tokens(problem)
+    saved = new_saved_values(problem, queries.rows, training)
+    # In the mask mode "zero", masked document tokens count with a similarity of 0.
     masked_counts = documents.masked_counts() if problem.mask_zero else None
     first_masked = None
     if training and not problem.temperature and masked_counts is not None:
         first_masked = documents.first_masked_positions()[:, None]
-    for block in blocks_of(problem, queries, documents):
+    for block in divide_into_blocks(problem, queries, documents):
         n_masked = None if masked_counts is None else masked_counts[block.documents]
         if problem.temperature:
             sums = ExponentialSums(problem.temperature, n_masked, block.query_vectors.dtype)
@@ -88,7 +91,7 @@ def forward(
         _add_fully_masked_documents(problem, queries, documents, scores)
     if options.mean:
         scores.div_(problem.divisor)
-    returned_values = saved.view(problem.saved_dtype) if training else None
+    returned_values = saved.view(problem.saved_dtype) if training else None  # uint16 from int16
     return scores, returned_values, None, None, None
 
 
@@ -129,7 +132,7 @@ def backward(
     if need_documents:
         ddocuments = torch.zeros(problem.documents.shape, dtype=dtype, device=dscores.device)
     if not problem.empty and saved.saved is not None:
-        queries, documents = sequence_tokens(problem)
+        queries, documents = enumerate_unmasked_tokens(problem)
         grad = (dscores / problem.divisor if options.mean else dscores).to(dtype)
         if problem.temperature:
             _add_smooth_gradients(problem, queries, documents, grad, dqueries, ddocuments)
@@ -194,7 +197,7 @@ def _add_fully_masked_documents(
     a query token is therefore ``temperature * log(n)``. Blocks do not contain these documents.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         queries: the tokens of all queries.
         documents: the tokens of all documents.
         scores: the scores, to which this is added.
@@ -221,15 +224,15 @@ def _block_maxima(
     n_masked: Tensor | None,
     first_masked: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the maxima of a block over its documents' tokens.
+    """Compute the largest similarity of each query token to the tokens of each document of a block.
 
     In mode "zero", masked tokens count with a similarity of 0.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         documents: the tokens of all documents.
-        block: the block.
-        with_winners: whether winners are needed.
+        block: ``n`` documents and ``C`` query tokens, with their similarities.
+        with_winners: whether the positions of the most similar tokens, the winners, are needed.
         n_masked: ``[n, 1]`` number of masked tokens of each document in mode "zero", else ``None``.
         first_masked: ``[Nd, 1]`` position of the first masked token of each document in mode
             "zero" with winners, else ``None``.
@@ -369,9 +372,12 @@ class ExponentialSums:
         self.exponentials: list[tuple[Tile, Tensor]] = []
 
     def of_block(self, block: Block) -> tuple[Tensor, Tensor]:
-        """Return the peaks ``[n, C]`` and the sums of exponentials ``[n, C]`` of a block."""
+        """Return the peaks ``[n, C]`` and the sums of exponentials ``[n, C]`` of a block.
+
+        A peak is the largest similarity, or 0 if that is not finite.
+        """
         largest, exp_sum = block.accumulate(self)
-        peak = _finite(largest)
+        peak = _finite_or_zero(largest)
         if self.n_masked is not None:
             # `reduce` makes the peak of a document with masked tokens at least 0
             exponent = torch.where(self.n_masked > 0, -peak, float("-inf"))
@@ -380,12 +386,14 @@ class ExponentialSums:
 
     def reduce(self, tile: Tile) -> tuple[Tensor, ...]:
         """Return the largest similarities ``[n, C]`` of a tile, and the sums of exponentials."""
-        similarities = _similarities(tile)
+        similarities = _mask_past_end(tile)
         largest = similarities.amax(dim=1)
         if self.n_masked is not None:
             has_masked = self.n_masked[tile.documents] > 0
             largest = torch.where(has_masked, largest.clamp_min(0), largest)
-        exponentials = _exponentials(similarities, _finite(largest), self.temperature)
+        exponentials = _exponentiate_in_place(
+            similarities, _finite_or_zero(largest), self.temperature
+        )
         if self.keep_exponentials:
             self.exponentials.append((tile, exponentials))
         return largest, exponentials.sum(dim=1)
@@ -403,12 +411,12 @@ class ExponentialSums:
         earlier_largest, earlier_exp_sum = earlier
         later_largest, later_exp_sum = later
         largest = torch.maximum(earlier_largest, later_largest)
-        peak = _finite(largest)
-        earlier_exp_sum = self._relative_to(peak, earlier_exp_sum, _finite(earlier_largest))
-        later_exp_sum = self._relative_to(peak, later_exp_sum, _finite(later_largest))
+        peak = _finite_or_zero(largest)
+        earlier_exp_sum = self._rescale(peak, earlier_exp_sum, _finite_or_zero(earlier_largest))
+        later_exp_sum = self._rescale(peak, later_exp_sum, _finite_or_zero(later_largest))
         return largest, earlier_exp_sum + later_exp_sum
 
-    def _relative_to(self, peak: Tensor, exp_sum: Tensor, old_peak: Tensor) -> Tensor:
+    def _rescale(self, peak: Tensor, exp_sum: Tensor, old_peak: Tensor) -> Tensor:
         """Convert a sum of exponentials that is relative to ``old_peak`` to another peak."""
         factor = ((old_peak - peak) / self.temperature).exp()
         return torch.where(exp_sum == 0, 0, exp_sum * factor)
@@ -416,10 +424,10 @@ class ExponentialSums:
     def exponentials_of(self, tiles: Iterator[Tile], peak: Tensor) -> Iterator[tuple[Tile, Tensor]]:
         """Yield the tiles of a split document, each with its exponentials ``[n, L, C]``."""
         for tile in tiles:
-            yield tile, _exponentials(_similarities(tile), peak, self.temperature)
+            yield tile, _exponentiate_in_place(_mask_past_end(tile), peak, self.temperature)
 
 
-def _similarities(tile: Tile) -> Tensor:
+def _mask_past_end(tile: Tile) -> Tensor:
     """Return the similarities ``[n, L, C]``, minus infinity past the end of a document."""
     exists = tile.tokens.exists
     if exists is None:
@@ -427,12 +435,12 @@ def _similarities(tile: Tile) -> Tensor:
     return tile.similarities.masked_fill_(~exists[:, :, None], float("-inf"))
 
 
-def _finite(largest: Tensor) -> Tensor:
+def _finite_or_zero(largest: Tensor) -> Tensor:
     """Return the peak of the largest similarities: infinities and NaN are replaced by 0."""
     return torch.where(largest.isfinite(), largest, 0)
 
 
-def _exponentials(similarities: Tensor, peak: Tensor, temperature: float) -> Tensor:
+def _exponentiate_in_place(similarities: Tensor, peak: Tensor, temperature: float) -> Tensor:
     """Compute ``exp((similarities - peak) / temperature)`` in place, and 0 for subnormal results.
 
     A subnormal number changes nothing in a sum of at least 1, and is very slow to compute.
@@ -456,7 +464,7 @@ def _add_smooth_gradients(
     rounding error, divided by a small temperature, would be part of an exponent.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         queries: the tokens of all queries.
         documents: the tokens of all documents.
         grad: gradient of the scores, in fp32 (fp64).
@@ -464,7 +472,7 @@ def _add_smooth_gradients(
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
     masked_counts = documents.masked_counts() if problem.mask_zero else None
-    for block in blocks_of(problem, queries, documents):
+    for block in divide_into_blocks(problem, queries, documents):
         n_masked = None if masked_counts is None else masked_counts[block.documents]
         sums = ExponentialSums(
             problem.temperature,

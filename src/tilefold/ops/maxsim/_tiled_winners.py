@@ -22,7 +22,7 @@ from tilefold.ops.maxsim._problem import (
     saved_positions,
     wide_dtype,
 )
-from tilefold.ops.maxsim._walk import slabs
+from tilefold.ops.maxsim._walk import split_into_slabs
 from tilefold.ops.maxsim.tiles import SequenceTokens, add_rows
 
 
@@ -70,11 +70,14 @@ def all_pairs_gradients(
 ) -> None:
     """Add the gradients for all pairs to ``dqueries`` and ``ddocuments``.
 
+    The gradient of a score reaches each query token of the query, and the document token that is
+    most similar to it, its winner.
+
     Args:
         queries: the tokens of all queries.
         documents: the tokens of all documents.
         grad: ``[Nq, Nd]`` gradient of the scores, in fp32 (fp64).
-        saved: ``[Nd, Tq]`` winners.
+        saved: ``[Nd, Tq]`` winners, as positions in their documents.
         dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
@@ -84,7 +87,7 @@ def all_pairs_gradients(
     offsets = [*documents.starts.tolist(), documents.rows.size(0)]
     max_documents = max(1, tiles.SLAB_ENTRIES // max(width, 1))
     query_table = None
-    for slab in slabs(offsets, max_tokens=max_rows, max_sequences=max_documents):
+    for slab in split_into_slabs(offsets, max_tokens=max_rows, max_sequences=max_documents):
         slab_documents = slice(slab.first_sequence, slab.end_sequence)
         document_table = None
         if dqueries is not None:
@@ -93,10 +96,11 @@ def all_pairs_gradients(
             query_rows = slice(first_row, min(first_row + width, n_query_rows))
             winners = _winner_positions(saved, (slab_documents, query_rows))
             has_winner = winners != no_winner(saved.dtype)  # [n, width]
-            # winners as rows of the slab
+            # Winners become rows of the slab, which is several documents or a part of a long one.
             document_rows = winners + (documents.starts[slab_documents, None] - slab.start)
             if slab.part is not None:  # some winners are in other parts of the document
                 has_winner &= (document_rows >= 0) & (document_rows < slab.n_tokens)
+            # Each maximum has the gradient of the score of its document and query.
             weights = grad.T[slab_documents, queries.sequence_of_row[query_rows]]
             if dqueries is not None and document_table is not None:
                 dqueries[query_rows] += _sums_of_winners(
@@ -154,10 +158,10 @@ def _sums_of_winners(
     weights: Tensor,
     has_winner: Tensor,
 ) -> Tensor:
-    """Sum the winning document tokens of each query token: the gradient of the query token.
+    """Sum the most similar document tokens of each query token: the gradient of the query token.
 
     Query token ``j`` receives the sum of ``weights[j, i]`` times the scaled vector of the row
-    ``document_rows[j, i]``, over the documents ``i`` with a winner.
+    ``document_rows[j, i]``, its winner, over the documents ``i`` that have one.
 
     Args:
         document_table: the tokens of ``n`` documents.
@@ -200,15 +204,15 @@ def listed_pairs_gradients(
 ) -> None:
     """Add the gradients for aligned, grouped or listed pairs to ``dqueries`` and ``ddocuments``.
 
-    An entry is an unmasked query token of a pair. Entries are numbered pair by pair, and a limited
-    number is computed at a time.
+    An entry is an unmasked query token of a pair. Its winner is the document token that is most
+    similar to it. Entries are numbered pair by pair, and a limited number is computed at a time.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         queries: the tokens of all queries.
         documents: the tokens of all documents.
         grad: gradient of the scores, in their shape, in fp32 (fp64).
-        saved: winners, as forward saved them.
+        saved: winners, as positions in their documents.
         dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
@@ -249,30 +253,31 @@ def _add_selected_rows(
     token_rows: Tensor,
     weights: Tensor,
 ) -> None:
-    """Add scaled token vectors to rows of a gradient.
+    """Add weighted token vectors to rows of a gradient: the i-th one to row ``out_rows[i]``.
 
     Args:
         out: ``[T, D]`` gradient, to which this is added.
         out_rows: ``[n]`` rows of ``out``, which may repeat.
         tokens: the tokens of queries or documents.
-        token_rows: ``[n]`` rows of the token vectors that are added.
+        token_rows: ``[n]`` rows of ``tokens`` that are added.
         weights: ``[n]`` weights of the vectors.
     """
-    if tokens.scale is not None:
+    if tokens.scale is not None:  # the tokens are quantised: vector = scale * row
         weights = weights * tokens.scale.view(-1)[token_rows]
-    if tokens.rows.dtype == out.dtype and tokens.rows.is_contiguous():
-        add_rows(out, tokens.rows, out_rows, table_rows=token_rows, weights=weights)
-        return
-    selected = tokens.rows.index_select(0, token_rows).to(out.dtype)
-    rows_in_order = torch.arange(token_rows.numel(), device=token_rows.device)
-    add_rows(out, selected, out_rows, table_rows=rows_in_order, weights=weights)
+    vectors = tokens.rows
+    if vectors.dtype != out.dtype or not vectors.is_contiguous():
+        # `add_rows` needs contiguous vectors in the dtype of the gradient. Only the vectors that
+        # are added are converted, so they are then in the order in which they are added.
+        vectors = vectors.index_select(0, token_rows).to(out.dtype)
+        token_rows = torch.arange(token_rows.numel(), device=token_rows.device)
+    add_rows(out, vectors, out_rows, table_rows=token_rows, weights=weights)
 
 
 def _winner_positions(saved: Tensor, selection: Tensor | tuple[slice, slice]) -> Tensor:
     """Return the winners of a selection of query tokens and documents, as int64.
 
     Args:
-        saved: positions of the winning document tokens.
+        saved: winners: positions of the document tokens that are most similar to query tokens.
         selection: the selection, as an index of ``saved``.
     """
     if saved.dtype != torch.uint16:

@@ -36,8 +36,8 @@ from tilefold.ops.maxsim._problem import Problem, pair_sequences
 from tilefold.ops.maxsim._query_blocks import (
     QueryBlock,
     Selection,
-    query_blocks,
-    similar_lengths,
+    divide_queries,
+    split_by_length,
 )
 from tilefold.ops.maxsim.tiles import SequenceTokens
 
@@ -69,8 +69,10 @@ class Slab(NamedTuple):
         return self.stop - self.start
 
 
-def chunks(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Iterator[Slab]:
-    """Divide sequences into chunks of consecutive sequences.
+def split_into_chunks(
+    offsets: Sequence[int], max_tokens: int, max_sequences: int
+) -> Iterator[Slab]:
+    """Divide sequences into chunks, each of complete consecutive sequences.
 
     Args:
         offsets: the first token of each sequence, and the end of the last one.
@@ -89,7 +91,7 @@ def chunks(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Itera
         first = end
 
 
-def slabs(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Iterator[Slab]:
+def split_into_slabs(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Iterator[Slab]:
     """Divide sequences into slabs of at most ``max_tokens`` tokens, and split long sequences.
 
     Args:
@@ -100,7 +102,7 @@ def slabs(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Iterat
     Yields:
         Slabs with tokens, in order.
     """
-    for chunk in chunks(offsets, max_tokens, max_sequences):
+    for chunk in split_into_chunks(offsets, max_tokens, max_sequences):
         if 0 < chunk.n_tokens <= max_tokens:
             yield chunk
         elif chunk.n_tokens > max_tokens:  # a single long sequence
@@ -139,25 +141,26 @@ class DocumentGroup(NamedTuple):
         return product.index_select(0, (self.token_numbers - first_token).view(-1))
 
 
-def document_groups(
+def group_documents(
     documents: SequenceTokens,
     chunk: Slab,
     max_tokens: int,
 ) -> Iterator[DocumentGroup]:
-    """Group the documents of a chunk by length, so that a group needs little padding.
+    """Group consecutive documents by length, so that a group needs little padding.
 
     Documents of equal length are a single group, in their order. Otherwise groups are sorted by
-    length, and documents without tokens are in none.
+    length, and documents without tokens are in no group.
 
     Args:
         documents: the unmasked tokens of all documents.
-        chunk: consecutive documents, of which at least one has tokens.
+        chunk: the consecutive documents, of which at least one has tokens.
         max_tokens: approximate largest number of tokens of a group of several documents.
     """
     chunk_documents = slice(chunk.first_sequence, chunk.end_sequence)
     sorted_lengths, order = documents.counts[chunk_documents].sort(stable=True)
     lengths = sorted_lengths.tolist()
     if lengths[0] == lengths[-1]:
+        # The number of a token counts the unmasked tokens of all documents before it.
         numbers, _ = documents.token_numbers(chunk_documents, 0, lengths[0], all_exist=True)
         yield DocumentGroup(
             documents=chunk_documents,
@@ -167,18 +170,18 @@ def document_groups(
         )
         return
     n_without_tokens = bisect_right(lengths, 0)
-    runs = similar_lengths(
+    runs = split_by_length(
         lengths,
         start=n_without_tokens,
         max_ratio=MAX_DOCUMENT_RATIO,
         max_elements=max_tokens,
     )
     for start, stop in runs:
-        group_documents = order[start:stop] + chunk.first_sequence
+        documents_of_group = order[start:stop] + chunk.first_sequence
         shortest = lengths[start]
         longest = lengths[stop - 1]
         numbers, exists = documents.token_numbers(
-            group_documents,
+            documents_of_group,
             0,
             longest,
             all_exist=shortest == longest,
@@ -188,24 +191,24 @@ def document_groups(
         if is_single_document:
             first_token = int(numbers[0, 0])
             span = slice(first_token, first_token + longest)
-        yield DocumentGroup(group_documents, numbers, exists, span)
+        yield DocumentGroup(documents_of_group, numbers, exists, span)
 
 
-def blocks_of(
+def divide_into_blocks(
     problem: Problem,
     queries: SequenceTokens,
     documents: SequenceTokens,
 ) -> Iterator[Block]:
-    """Divide a problem into blocks, each of some documents and of query tokens to score them with.
+    """Divide the similarities of a call into blocks, each of some documents and query tokens.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         queries: the unmasked tokens of all queries.
         documents: the unmasked tokens of all documents.
     """
     if problem.pairing == "all":
         dim = queries.rows.size(1)
-        blocks_of_queries = query_blocks(queries, max_tokens=tiles.column_limit(dim))
+        blocks_of_queries = divide_queries(queries, max_tokens=tiles.column_limit(dim))
         return _blocks_of_all_pairs(blocks_of_queries, documents)
     query_of_pair, document_of_pair = pair_sequences(problem)
     return _blocks_of_listed_pairs(
@@ -228,14 +231,15 @@ def _blocks_of_all_pairs(
         documents: the unmasked tokens of all documents.
 
     Yields:
-        For each chunk of documents, one block for every block of query tokens.
+        For each chunk, which is several consecutive documents or a long one, one block for every
+        block of query tokens.
     """
     if not blocks_of_queries:
         return
     widest = max(block.stop - block.start for block in blocks_of_queries)  # query tokens
     max_tokens = max(1, min(documents.vectors_limit(), tiles.TILE_ELEMENTS // widest))
     max_group_tokens = tiles.GROUP_ELEMENTS // widest
-    document_chunks = chunks(
+    document_chunks = split_into_chunks(
         documents.all_offsets(),
         max_tokens=max_tokens,
         max_sequences=max_tokens,
@@ -253,7 +257,7 @@ def _blocks_of_long_document(
     chunk: Slab,
     max_tokens: int,
 ) -> Iterator[Block]:
-    """Yield the blocks of a document that is too long for one tile.
+    """Yield the blocks of a document that is too long for one tile of similarities.
 
     The tiles of such a block are consecutive parts of the document.
 
@@ -302,7 +306,7 @@ def _blocks_of_chunk(
     document_vectors = None
     if not _uses_int8_products(blocks_of_queries[0].queries, documents):
         document_vectors = documents.vectors(chunk.start, chunk.stop)
-    groups = list(document_groups(documents, chunk, max_group_tokens))
+    groups = list(group_documents(documents, chunk, max_group_tokens))
     grouped_documents = _documents_of(groups)
     for query_block in blocks_of_queries:
         query_vectors = query_block.vectors()
@@ -323,7 +327,7 @@ def _documents_of(groups: list[DocumentGroup]) -> Selection:
     """Return the documents of all groups of a chunk, in the order of the groups."""
     if len(groups) == 1:
         return groups[0].documents
-    # `document_groups` yields a slice only if there is a single group
+    # `group_documents` yields a slice only if there is a single group
     return torch.cat([torch.as_tensor(group.documents) for group in groups])
 
 
@@ -344,13 +348,14 @@ def _tiles_of_product(
     product: Tensor,
     first_token: int,
 ) -> Iterator[Tile]:
-    """Yield a tile for each group of documents from the similarities of a chunk.
+    """Yield a tile of similarities for each group of documents, from the product of all of them.
 
     Args:
         documents: the unmasked tokens of all documents.
-        groups: the documents of the chunk by length.
-        product: ``[tokens of the chunk, C]`` similarities.
-        first_token: number of the chunk's first unmasked token.
+        groups: consecutive documents, grouped by length.
+        product: ``[tokens of these documents, C]`` similarities to ``C`` query tokens.
+        first_token: number of the first token of these documents, counted over the unmasked tokens
+            of all documents.
     """
     # without a mask, the numbers of tokens are their rows
     numbers_are_rows = documents.unmasked_rows is None
@@ -378,10 +383,10 @@ def _blocks_of_listed_pairs(
     queries: SequenceTokens,
     documents: SequenceTokens,
 ) -> Iterator[Block]:
-    """Divide aligned, grouped or listed pairs into blocks.
+    """Divide aligned, grouped or listed (query, document) pairs into blocks of similarities.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         query_of_pair: ``[P]`` query of each pair.
         document_of_pair: ``[P]`` document of each pair.
         queries: the unmasked tokens of all queries.
@@ -393,8 +398,9 @@ def _blocks_of_listed_pairs(
         pair_queries = query_of_pair[batch.pairs]
         pair_documents = document_of_pair[batch.pairs]
         document_tokens = None
-        if not batch.is_split:
+        if not batch.is_split:  # documents that are split are gathered part by part
             document_tokens = _gather_tokens(documents, pair_documents, 0, batch.longest)
+        # Pairs of one query need its vectors once, and one product for all documents.
         share_query = pair_queries.numel() > 1 and bool((pair_queries == pair_queries[0]).all())
         shortest_query, longest_query = (
             int(bound) for bound in queries.counts[pair_queries].aminmax()
@@ -442,7 +448,7 @@ def _gather_tokens(
 ) -> TileTokens:
     """Gather the unmasked tokens ``start`` to ``stop`` of the selected documents.
 
-    Tokens in consecutive rows are a view, if they need no conversion.
+    Tokens in consecutive rows are not copied, if they need no conversion.
 
     Args:
         documents: the unmasked tokens of all documents.
@@ -511,7 +517,7 @@ def _tiles_of_parts(
     part_length: int,
     query_vectors: Tensor,
 ) -> Iterator[Tile]:
-    """Yield a tile for each part of some documents.
+    """Yield the similarities of some documents part by part, as documents are too long for a tile.
 
     Args:
         documents: the unmasked tokens of all documents.
@@ -552,9 +558,9 @@ def _pair_batches(
 ) -> Iterator[PairBatch]:
     """Batch pairs whose documents and queries have similar lengths, so that padding is small.
 
-    Pairs are divided into classes by query length: those of a class are between the same two powers
-    of two. Within a class, pairs are sorted by document length, and consecutive pairs form a batch.
-    Pairs whose document or query has no unmasked token are left out.
+    Pairs are divided into classes by query length: the lengths of a class are between the same two
+    powers of two. Within a class, pairs are sorted by document length, and consecutive pairs form a
+    batch. Pairs whose document or query has no unmasked token are left out.
 
     Args:
         documents: the unmasked tokens of all documents.
@@ -565,7 +571,7 @@ def _pair_batches(
     document_lengths = documents.counts[document_of_pair]
     max_rows = tiles.row_limit(dim)
     pairs = ((document_lengths > 0) & (query_lengths > 0)).nonzero().squeeze(1)
-    query_classes = torch.frexp(query_lengths[pairs].double()).exponent.long()
+    query_classes = torch.frexp(query_lengths[pairs].double()).exponent.long()  # powers of two
     # One sort by class, then by document length, which is below 2^48.
     sort_keys = document_lengths[pairs] + query_classes * (1 << 48)
     order = sort_keys.argsort(stable=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_tensor
-from tilefold.ops._shared.fallback import TILED_PATH_RUNS, record_failure
+from tilefold.ops._shared.fallback import TILED_PATH_NOTE, warn_and_record_failure
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
 from tilefold.ops.maxsim._arguments import check_arguments, operator_takes_mean
@@ -73,29 +73,31 @@ def _choose(tensors: MaxSimTensors, impl: str) -> tuple[str, str]:
 def _impl_for_fp8(queries: Tensor, impl: str) -> str:
     """Choose the implementation for fp8 documents.
 
-    Kernels need a GPU of compute capability 8.9. For another GPU, ``"auto"`` warns once and chooses
-    ``"tiled"``.
+    Triton's kernels need a GPU of compute capability 8.9 or higher to multiply fp8. On an older
+    GPU, ``"auto"`` chooses ``"tiled"``, with a warning the first time.
 
     Args:
         queries: the queries.
-        impl: the argument ``impl`` of the call.
+        impl: the implementation that the caller requested, such as ``"auto"``.
 
     Raises:
-        TypeError: for ``"triton"`` on another GPU.
+        TypeError: if ``"triton"`` is requested on an older GPU.
     """
-    chosen = MAXSIM.chosen_impl(queries, impl)
-    if chosen != "triton" or torch.cuda.get_device_capability(queries.device) >= (8, 9):
-        return chosen
+    impl_without_fp8 = MAXSIM.chosen_impl(queries, impl)
+    if impl_without_fp8 != "triton":
+        return impl_without_fp8
+    if torch.cuda.get_device_capability(queries.device) >= (8, 9):
+        return "triton"
     if impl == "triton":
         raise TypeError(
             "documents must be quantized with dtype='int8' for impl='triton' below compute "
             "capability 8.9, got fp8; use int8 or impl='tiled'.",
         )
-    record_failure(
+    warn_and_record_failure(
         "maxsim with fp8 documents",
         queries.device,
         "the GPU does not support fp8 matrix products",
-        TILED_PATH_RUNS,
+        TILED_PATH_NOTE,
     )
     return "tiled"
 
@@ -342,16 +344,16 @@ def _grouped_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _topk_candidates(scores: Tensor, k: int) -> Tensor:
     """Return documents among which are the ``k`` with the highest scores of each query.
 
-    Consecutive documents form groups. The candidates are the ``k`` groups with the highest group
-    maxima: a document of any other group is not better than these ``k`` maxima. The documents after
-    the last complete group are also candidates.
+    Consecutive documents form groups. The candidates are the documents of the ``k`` groups with the
+    highest maxima. These maxima are ``k`` documents, and no document of another group scores higher
+    than any of them. The documents after the last complete group are also candidates.
 
     Args:
         scores: ``[Nq, Nd]``, with at least ``k`` groups.
         k: number of documents for each query.
 
     Returns:
-        ``[Nq, n]`` int64.
+        Columns of ``scores``: ``[Nq, n]`` int64, where n is the number of candidates.
     """
     n_queries, n_documents = scores.shape
     group_size = tiles.TOPK_GROUP
@@ -359,10 +361,10 @@ def _topk_candidates(scores: Tensor, k: int) -> Tensor:
     n_grouped = n_groups * group_size
     group_maxima = scores[:, :n_grouped].reshape(n_queries, n_groups, group_size).amax(dim=2)
     best_groups = group_maxima.topk(k, dim=1).indices
-    members = torch.arange(group_size, device=scores.device)
-    grouped = (best_groups[..., None] * group_size + members).flatten(1)
-    ungrouped = torch.arange(n_grouped, n_documents, device=scores.device)
-    return torch.cat([grouped, ungrouped.expand(n_queries, -1)], dim=1)
+    offsets_in_group = torch.arange(group_size, device=scores.device)
+    grouped = (best_groups[..., None] * group_size + offsets_in_group).flatten(1)
+    after_last_group = torch.arange(n_grouped, n_documents, device=scores.device)
+    return torch.cat([grouped, after_last_group.expand(n_queries, -1)], dim=1)
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:

@@ -457,7 +457,7 @@ def forward_config(
         dim: size D of a token vector.
         rows: number of query tokens that can share a tile.
         tf32: whether products of fp32 may run in TF32.
-        saves_winners: whether winners are saved for backward.
+        saves_winners: whether the positions of the most similar tokens are saved for backward.
         document_length: number of tokens of each padded document; 0 for packed documents.
     """
     # whether tiles of 128 tokens are padded by at most a tenth of a document's length

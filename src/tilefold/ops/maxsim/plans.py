@@ -37,7 +37,7 @@ from tilefold.ops.maxsim._problem import (
     Problem,
     XtrOptions,
     XtrSaved,
-    no_winners,
+    new_saved_values,
 )
 from tilefold.ops.maxsim._triton import backward as gradients
 from tilefold.ops.maxsim._triton import forward as scores
@@ -57,11 +57,11 @@ MAX_PROGRAMS = 4096  # largest number of programs that hold a list of winners ea
 # Tile, warps and stages of kernels that read rows once.
 ROW_KERNEL = {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
 
-BY_POINTERS = KernelFallback(
+POINTER_FALLBACK = KernelFallback(
     configs.BY_TMA,
     "Documents are read by pointers instead: the same scores, slower.",
 )
-WITHOUT_ROLES = KernelFallback(
+UNSPECIALIZED_FALLBACK = KernelFallback(
     configs.BY_ROLES,
     "Other kernels read the documents instead: the same scores up to fp32 rounding, slower.",
 )
@@ -74,7 +74,7 @@ class MaxSimPlanBuilder(PlanBuilder):
     """Builder of a plan that first converts tensors to the form that kernels read.
 
     Args:
-        problem: the problem.
+        problem: tensors and options of the call.
         setting: facts about the device.
         tensors: tensors by name. A tensor without elements counts as ``None``, since a registered
             operator cannot return ``None``.
@@ -94,7 +94,7 @@ class MaxSimPlanBuilder(PlanBuilder):
         """Set the parameters that kernels share, and copy tensors that they cannot read.
 
         Args:
-            problem: the problem.
+            problem: tensors and options of the call.
             setting: facts about the device.
             tensors: tensors by name.
             leading: torch steps after the first copies.
@@ -139,7 +139,7 @@ class MaxSimPlanBuilder(PlanBuilder):
             # Kernels are built for tensors that begin at multiples of 16 bytes. A copy costs less
             # than another build, and gives the same sums.
             for name in self.non_empty:
-                self.add_torch_step(_aligned, [name], output=name)
+                self.add_torch_step(_aligned_copy, [name], output=name)
         for step in leading:
             self.add_torch_step(*step)
         for name in OFFSETS:
@@ -201,7 +201,7 @@ def _to_int32(offsets: Tensor) -> Tensor:
     return offsets.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _aligned_copy(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if it is not contiguous or not aligned."""
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
@@ -218,6 +218,8 @@ def forward(
     setting: Setting,
 ) -> Plan:
     """Plan the forward pass: the scores, and the results that backward reads.
+
+    A plan lists buffers and kernel launches as data.
 
     Args:
         tensors: layouts of the tensors.
@@ -236,7 +238,7 @@ def forward(
     if training and problem.index is not None and problem.cu_queries is not None:
         # kernels do not write the columns past the end of a query in the matrix of winners
         builder.add_torch_step(
-            lambda queries: no_winners(problem, queries).view(problem.saved_dtype),
+            lambda queries: new_saved_values(problem, queries).view(problem.saved_dtype),
             ["queries"],
             output="saved",
         )
@@ -257,16 +259,18 @@ def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
     problem = builder.problem
     is_int8 = problem.documents.dtype == torch.int8
     rows_per_query = _rows_per_query(problem)
-    # On Hopper, a kernel whose warps either load or multiply computes the scores on its own.
-    if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(builder, rows_per_query):
+    # On Hopper, a kernel whose warps either load or multiply can compute the scores on its own.
+    if _is_inference_of_all_pairs(problem, training) and _add_warp_specialized_pass(
+        builder, rows_per_query
+    ):
         return
-    kind, config = _score_config(builder, training, rows_per_query)
+    kernel_name, config = _score_config(builder, training, rows_per_query)
     tma = _tma_of_documents(builder, config)
     if problem.document_scale is not None:
         builder.replace_tensor("document_factors", by="document_scale")
     if problem.normalize:
         builder.add_inverse_norms(saved=training)
-    elif is_int8 and kind != "stream":  # the streaming kernel rounds queries itself
+    elif is_int8 and kernel_name != "stream":  # the streaming kernel rounds queries itself
         _round_queries(builder)
     builder.set_parameters(**config)
     builder.set_parameters(
@@ -279,32 +283,32 @@ def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
         INTEGER=is_int8,
         NORMALIZED=problem.normalize,
     )
-    if _padding_can_be_skipped(problem, kind, config):
+    if _padding_can_be_skipped(problem, kernel_name, config):
         _add_document_ends(builder)
-    _launch_scores(builder, kind, config, rows_per_query, tma)
+    _launch_scores(builder, kernel_name, config, rows_per_query, tma)
 
 
 def _rows_per_query(problem: Problem) -> int:
-    """Return the rows of a tile for each query, if queries share tiles; 0 for packed queries."""
+    """Return the rows of each query in a tile that queries share; 0 for packed queries."""
     if not problem.query_length:
         return 0
     return power_of_two(problem.query_length, STRIP.value)
 
 
-def _padding_can_be_skipped(problem: Problem, kind: str, config: Constants) -> bool:
+def _padding_can_be_skipped(problem: Problem, kernel_name: str, config: Constants) -> bool:
     """Return whether the kernel can skip tiles after the last unmasked token of a document.
 
     In mode "zero", it must read them. If a document is a single tile, nothing would be skipped.
 
     Args:
-        problem: the problem.
-        kind: name of the kernel from :func:`_score_config`.
+        problem: tensors and options of the call.
+        kernel_name: name of the kernel from :func:`_score_config`.
         config: constants of the kernel.
     """
     return (
         problem.document_mask is not None
         and not problem.mask_zero
-        and kind in ("tiles", "pairs")
+        and kernel_name in ("tiles", "pairs")
         and problem.document_length > config["BLOCK_T"]
     )
 
@@ -376,7 +380,7 @@ def _score_config(
 
 def _launch_scores(
     builder: MaxSimPlanBuilder,
-    kind: str,
+    kernel_name: str,
     config: Constants,
     rows_per_query: int,
     tma: Mapping[str, Tma],
@@ -385,7 +389,7 @@ def _launch_scores(
 
     Args:
         builder: the plan so far.
-        kind: name of the kernel.
+        kernel_name: name of the kernel.
         config: constants of the kernel.
         rows_per_query: rows of a tile for each query, if queries share tiles.
         tma: TMA description of the documents by the name of the tensor; empty if kernels read
@@ -393,7 +397,7 @@ def _launch_scores(
     """
     problem = builder.problem
     max_programs = builder.setting.multiprocessors * config["PROGRAMS"]
-    if kind == "shared":
+    if kernel_name == "shared":
         n_tiles = cdiv(problem.n_queries * rows_per_query, config["BLOCK_Q"])
         splits = plan_splits(n_tiles, problem.n_documents, max_programs)
         one_tile = 0 < problem.document_length <= config["BLOCK_T"]
@@ -402,24 +406,24 @@ def _launch_scores(
             grid=(n_tiles, splits),
             parameters={"splits": splits, "ONE_TILE": one_tile},
             tma=tma,
-            fallback=BY_POINTERS,
+            fallback=POINTER_FALLBACK,
         )
-    elif kind == "stream":
+    elif kernel_name == "stream":
         builder.add_launch(
             stream_kernel,
             grid=(plan_splits(1, problem.n_documents, max_programs),),
             parameters={"PREFETCH": config["PREFETCH"] if tma else 0},
             tma=tma,
-            fallback=BY_POINTERS,
+            fallback=POINTER_FALLBACK,
         )
-    elif kind == "tiles":
+    elif kernel_name == "tiles":
         _add_all_pairs(builder, config["BLOCK_Q"], max_programs, tma)
     else:
         builder.add_launch(
             scores.listed_pairs_kernel,
             grid=(problem.n_pairs,),
             tma=tma,
-            fallback=BY_POINTERS,
+            fallback=POINTER_FALLBACK,
         )
 
 
@@ -479,7 +483,7 @@ def _round_queries(builder: MaxSimPlanBuilder) -> None:
     builder.replace_tensor("queries", by="int8_queries")
 
 
-def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
+def _add_warp_specialized_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
     """Add the warp-specialized kernel for int8 documents, if it can run and is faster.
 
     It scores padded queries with many padded int8 documents.
@@ -509,7 +513,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
         rows=n_rows,
         documents=problem.n_documents,
         tokens=problem.document_length,
-        half=-n_rows % 512 >= 256,
+        half=-n_rows % 512 >= 256,  # tiles of 512 rows would have 256 or more idle rows
     )
     if config is None or configs.BY_ROLES in setting.failed_kernels or releases.why_no_warp_roles():
         return False
@@ -531,7 +535,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
                 shared_hopper.padded_descriptor(problem.document_length),
             ),
         },
-        fallback=WITHOUT_ROLES,
+        fallback=UNSPECIALIZED_FALLBACK,
     )
     return True
 
@@ -562,9 +566,9 @@ def _add_all_pairs(
         tile_rows = block_q // length * length  # rows of the queries that fit
     n_tiles = cdiv(n_rows, tile_rows)
     is_single_tile_of_packed = not length and n_tiles == 1
-    direct = tiles_hold_queries or is_single_tile_of_packed
+    writes_scores = tiles_hold_queries or is_single_tile_of_packed
     splits = plan_splits(n_tiles, problem.n_documents, max_programs)
-    if not direct:
+    if not writes_scores:
         builder.add_buffer("parts", (n_tiles + problem.n_queries, problem.n_documents))
     builder.add_launch(
         scores.all_pairs_kernel,
@@ -572,14 +576,14 @@ def _add_all_pairs(
         parameters={
             "tile_rows": tile_rows,
             "splits": splits,
-            "steps": problem.n_queries.bit_length(),
-            "DIRECT": direct,
+            "steps": problem.n_queries.bit_length(),  # of the bisection that finds a row's query
+            "DIRECT": writes_scores,
             "LQ": length if tiles_hold_queries and block_q % length == 0 else 0,
         },
         tma=tma,
-        fallback=BY_POINTERS,
+        fallback=POINTER_FALLBACK,
     )
-    if not direct:
+    if not writes_scores:
         builder.add_launch(
             scores.combine_kernel,
             grid=(problem.n_queries * cdiv(problem.n_documents, COMBINED),),
@@ -634,7 +638,7 @@ def xtr_backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of XTR scores: those of MaxSim, for the winners that were retrieved.
+    """Plan the gradients of XTR scores: those of MaxSim, for the maxima that were retrieved.
 
     Args:
         dscores: layout of the gradient of the scores.
@@ -681,7 +685,7 @@ def backward(
         tensors["dscores"] = dscores  # the builder adds a contiguous copy
         strides = (dscores.size(-1), 1)
     is_smooth = problem.temperature > 0
-    if not is_smooth:  # masks are not read, because masked tokens are no winners
+    if not is_smooth:  # masks are not read, because masked tokens have no maximum
         tensors["query_mask"] = None
         tensors["document_mask"] = None
     need_queries, need_documents = needs
@@ -713,7 +717,7 @@ def backward(
             ["cu_queries"],
             output="owners",
         )
-    # Documents come first, so that their lists of winners are freed before the queries' gradient.
+    # Documents come first, so that their lists of query tokens are freed before the next gradient.
     if need_documents:
         _add_gradient(builder, of_documents=True)
     if need_queries:
@@ -857,10 +861,10 @@ def _document_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
 
 
 def _listed_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
-    """Choose the kernel of the gradient of documents for all pairs, which lists winners first.
+    """Choose the kernel of the gradient of documents for all pairs, which lists query tokens first.
 
-    A program lists the query tokens whose winners are in its tile. The lists are scratch, so that
-    the number of programs is limited. A program then computes several tiles.
+    A program lists the query tokens whose most similar document token is in its tile. The number of
+    programs is limited to bound the memory of the lists. A program then computes several tiles.
     """
     problem = builder.problem
     n_query_rows, dim = problem.queries.shape
@@ -897,7 +901,7 @@ def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
     """Add the launches that compute the gradient of documents, or of queries.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         of_documents: whether the gradient is that of documents; otherwise that of queries.
     """
     problem = builder.problem
@@ -951,7 +955,7 @@ def _add_pair_order(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
     """Add the torch steps that sort listed pairs by document, or by query.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         of_documents: whether pairs are sorted by document; otherwise by query.
     """
     problem = builder.problem

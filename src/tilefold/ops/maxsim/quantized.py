@@ -39,7 +39,7 @@ class QuantizedTokens:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        """Raise an error if values and scales have wrong types or do not fit together."""
+        """Raise an error for a wrong dtype, or unless each token has one scale on its device."""
         check_tensor("values", self.values)
         check_tensor("scales", self.scales)
         check_dtype("values", self.values, QUANTIZED_DTYPES, "make them with quantize_tokens.")

@@ -104,6 +104,8 @@ class SequenceTokens:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the numbers of the unmasked tokens ``start`` to ``stop`` of some sequences.
 
+        The number of a token counts the unmasked tokens of all sequences before it.
+
         Args:
             sequences: ``n`` sequences, each with at least one unmasked token.
             start: first unmasked token, counted from 0 in each sequence.
@@ -187,7 +189,7 @@ class SequenceTokens:
         )
 
 
-def _sequence_tokens(
+def _enumerate_unmasked(
     rows: Tensor,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -196,7 +198,7 @@ def _sequence_tokens(
     scale: Tensor | None,
     vector_dtype: torch.dtype,
 ) -> SequenceTokens:
-    """Number the unmasked tokens of queries or of documents.
+    """Find the unmasked tokens of queries or of documents, and number them over all sequences.
 
     Args:
         rows: ``[T, D]`` token vectors.
@@ -213,7 +215,7 @@ def _sequence_tokens(
     else:
         starts = cu_seqlens[:-1].long()
         sizes = cu_seqlens.diff().long()
-    factors = None
+    factors = None  # of the rows
     if normalize:
         slabs = torch.split(rows, row_limit(rows.size(1)))
         factors = torch.cat([inverse_norms(slab) for slab in slabs])
@@ -269,8 +271,8 @@ def inverse_norms(rows: Tensor) -> Tensor:
     return inverse
 
 
-def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
-    """Number the unmasked tokens of queries and of documents.
+def enumerate_unmasked_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
+    """Find the unmasked tokens of queries and of documents, and number them over all sequences.
 
     This waits for a GPU if there are masks.
 
@@ -278,7 +280,7 @@ def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
         The tokens of queries, and the tokens of documents.
     """
     vector_dtype = wide_dtype(problem.queries.dtype)  # quantised documents do not determine it
-    queries = _sequence_tokens(
+    queries = _enumerate_unmasked(
         problem.queries,
         mask=problem.query_mask,
         cu_seqlens=problem.cu_queries,
@@ -287,7 +289,7 @@ def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
         scale=problem.query_scale,
         vector_dtype=vector_dtype,
     )
-    documents = _sequence_tokens(
+    documents = _enumerate_unmasked(
         problem.documents,
         mask=problem.document_mask,
         cu_seqlens=problem.cu_documents,

@@ -29,13 +29,13 @@ from tilefold.ops.maxsim._problem import (
     XtrOptions,
     XtrSaved,
     check_values,
-    no_winners,
+    new_saved_values,
     wide_dtype,
     winner_bits,
     xtr_outputs,
 )
-from tilefold.ops.maxsim._query_blocks import QueryBlock, query_blocks
-from tilefold.ops.maxsim._walk import Slab, document_groups, slabs
+from tilefold.ops.maxsim._query_blocks import QueryBlock, divide_queries
+from tilefold.ops.maxsim._walk import Slab, group_documents, split_into_slabs
 from tilefold.ops.maxsim.api import empty_scores
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
@@ -189,7 +189,8 @@ def _forward(
     A query token retrieves the document tokens whose similarity is at least its ``top_k``-th
     largest one, the threshold. The score of a document is the sum of the maxima that were
     retrieved, divided by their number. With ``impute`` the threshold replaces a maximum that was
-    not retrieved, and the divisor is the number of query tokens.
+    not retrieved, and the divisor is the number of query tokens. A winner is the document token
+    that has a maximum.
 
     Args:
         tensors: tensors of the call.
@@ -209,16 +210,18 @@ def _forward(
     counts = torch.zeros(problem.score_shape, dtype=dtype, device=device)
     if problem.empty:
         return scores, None, counts.fill_(1)
-    queries, documents = tiles.sequence_tokens(problem)
-    saved = no_winners(problem, queries.rows, training)
+    queries, documents = tiles.enumerate_unmasked_tokens(problem)
+    saved = new_saved_values(problem, queries.rows, training)
     has_tokens = documents.counts > 0
     width, tile_elements = tiles.DEVICE_TILE
     if device.type == "cpu":
         width, tile_elements = tiles.CPU_TILE
         width_of_maxima = max(1, tiles.MAXIMA // max(problem.n_documents, 1))
         width = min(width, tiles.column_limit(queries.rows.size(1)), width_of_maxima)
-    for block in query_blocks(queries, max_tokens=width):
-        maxima, winners, threshold = _maxima(block, documents, options.top_k, tile_elements)
+    for block in divide_queries(queries, max_tokens=width):
+        maxima, winners, threshold = _maxima_and_thresholds(
+            block, documents, options.top_k, tile_elements
+        )
         retrieved = ((maxima >= threshold) | maxima.isnan()) & has_tokens
         if options.impute:
             missing_value = torch.where(has_tokens, threshold, 0)
@@ -245,7 +248,9 @@ def _backward(
     options: XtrOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of queries and documents: those of MaxSim for retrieved winners.
+    """Compute the gradients of queries and documents, as MaxSim does.
+
+    They come from the maxima that were retrieved. The other ones are saved as "no winner".
 
     Args:
         dscores: gradient of the scores.
@@ -273,14 +278,15 @@ class BlockMaxima(NamedTuple):
     threshold: Tensor
 
 
-def _maxima(
+def _maxima_and_thresholds(
     block: QueryBlock,
     documents: tiles.SequenceTokens,
     top_k: int,
     tile_elements: int,
 ) -> BlockMaxima:
-    """Compute the maxima of a block of query tokens over all documents, and the thresholds.
+    """Compute the largest similarity of query tokens to each document, and their thresholds.
 
+    The threshold of a query token is its ``top_k``-th largest similarity to any document token.
     Similarities are computed in slabs: several documents, or a part of one long document.
 
     Args:
@@ -296,7 +302,7 @@ def _maxima(
     maxima = query_vectors.new_full((n_query_tokens, len(offsets) - 1), -math.inf)
     winners = torch.zeros(maxima.shape, dtype=torch.int32, device=query_vectors.device)
     largest = query_vectors.new_empty(n_query_tokens, 0)
-    for slab in slabs(offsets, max_tokens=max_tokens, max_sequences=max_tokens):
+    for slab in split_into_slabs(offsets, max_tokens=max_tokens, max_sequences=max_tokens):
         # [C, tokens]; the vectors, which may be a copy, are freed at once
         similarities = query_vectors @ documents.vectors(slab.start, slab.stop).T
         largest = _merge_largest(largest, similarities, top_k)
@@ -318,7 +324,7 @@ def _merge_part(
     maxima: Tensor,
     winners: Tensor,
 ) -> None:
-    """Merge the maxima of a part of a long document with those of its earlier parts.
+    """Merge the maxima over a part of a long document with the maxima over its earlier parts.
 
     Args:
         documents: the unmasked tokens of all documents.
@@ -363,7 +369,7 @@ def _write_maxima(
         winners: ``[C, Nd]`` positions of the best tokens. The same columns are written.
     """
     n_query_tokens, n_tokens = similarities.shape
-    for group in document_groups(documents, slab, max_tokens):
+    for group in group_documents(documents, slab, max_tokens):
         token_numbers = group.token_numbers  # [n, L]
         group_similarities = similarities
         is_whole_slab = group.span is not None and token_numbers.numel() == n_tokens
@@ -380,13 +386,13 @@ def _write_maxima(
 
 
 def _merge_largest(largest: Tensor, similarities: Tensor, top_k: int) -> Tensor:
-    """Merge the largest similarities of each query token with those of another slab.
+    """Merge the largest similarities of each query token with those to further document tokens.
 
     NaN counts as larger than any number.
 
     Args:
         largest: ``[C, n]`` largest similarities so far, with ``n <= top_k``.
-        similarities: ``[C, tokens]`` similarities of the slab.
+        similarities: ``[C, tokens]`` similarities to the further tokens.
         top_k: number of similarities that are needed.
 
     Returns:
@@ -394,8 +400,8 @@ def _merge_largest(largest: Tensor, similarities: Tensor, top_k: int) -> Tensor:
     """
     n_candidates = min(top_k, similarities.size(1))
     candidates = similarities.topk(n_candidates, dim=1).values
-    is_first_slab = largest.size(1) == 0
-    if is_first_slab:
+    has_no_earlier_tokens = largest.size(1) == 0
+    if has_no_earlier_tokens:
         return candidates
     merged = torch.cat([largest, candidates], dim=1)
     return merged.topk(min(top_k, merged.size(1)), dim=1).values
