@@ -108,7 +108,7 @@ def forgotten_sizes() -> Iterator[None]:
 
 def _forget_sizes() -> None:
     row_groups._probe_of.cache_clear()
-    row_groups._usable_groups.cache_clear()
+    row_groups._groups_with_equal_bits.cache_clear()
 
 
 def test_padding_that_is_free_avoids_a_second_group() -> None:

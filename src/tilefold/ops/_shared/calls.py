@@ -27,11 +27,11 @@ def call_key(
     options: tuple[object, ...],
     of_gradient: bool = False,
 ) -> Key | None:
-    """Cache key of a call, or of its gradients: layouts, options and settings, but no value.
+    """Return the cache key of a call, or of its gradients: layouts, options and settings.
 
-    A call that has a key can go past the dispatcher, which costs 0.1 ms of CPU time. Torch has to
+    A call that has a key can skip torch's dispatcher, which costs 0.1 ms of CPU time. Torch has to
     see the registered operator in a trace, under modes and transforms, with tensor subclasses and
-    on the meta device.
+    on the meta device. Such a call has no key.
 
     Args:
         tensors: tensors or ``None``. The first one is a tensor, and chooses the device.
@@ -68,11 +68,15 @@ def call_key(
                 return None
     except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
         return None
-    # device.type makes a string, which takes as long as the rest of this function
-    kind = "cuda" if first.is_cuda else "cpu"
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    # whatever the first tensor's dtype: a gradient in 16 bits may be of products in fp32
+    # `first.device.type` makes a string, which takes as long as the rest of this function.
+    device_type = "cuda" if first.is_cuda else "cpu"
+    autocast = None
+    if torch.is_autocast_enabled(device_type):
+        autocast = torch.get_autocast_dtype(device_type)
+    # TF32 is part of every key: a gradient in 16 bits may come from products in fp32. Kernels that
+    # failed to build are part of it, so that calls from before the failure are planned again.
     settings = autocast, matmul_precision() == "tf32", *fallback.FAILURES
+    # The combined bits of all addresses: low bits of 0 mean that all tensors are aligned.
     aligned = address_bits % ALIGNMENT == 0
     return aligned, *layouts, settings, *options, *map(type, options)
 

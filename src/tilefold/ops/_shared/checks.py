@@ -170,11 +170,12 @@ def check_cu_seqlens(
     """
     values = cu_seqlens.tolist()
     decreases = (i for i in range(1, len(values)) if values[i] < values[i - 1])
-    i = next(decreases, None)
+    first_decrease = next(decreases, None)
     if values[0] != 0:
         problem = f"{name}[0] = {values[0]}"
-    elif i is not None:
-        problem = f"{name}[{i}] = {values[i]} after {values[i - 1]}"
+    elif first_decrease is not None:
+        value = values[first_decrease]
+        problem = f"{name}[{first_decrease}] = {value} after {values[first_decrease - 1]}"
     elif values[-1] != rows:
         problem = f"{name}[-1] = {values[-1]} with {rows} {unit} in {owner}"
     else:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 # Kernels that failed to build in this process: the reason by name and device.
 FAILURES: dict[tuple[str, torch.device], str] = {}
-TILED_PATH_RUNS = (
+TILED_PATH_NOTE = (
     "The tiled torch path runs instead: the same results within rounding, several times slower."
 )
 
@@ -87,7 +87,7 @@ def run_or_record_failure(
     try:
         return run(*arguments)
     except KernelUnavailableError as error:
-        record_failure(kernel, device, str(error), TILED_PATH_RUNS)
+        warn_and_record_failure(kernel, device, str(error), TILED_PATH_NOTE)
         return None
 
 
@@ -96,7 +96,9 @@ def failure_of(kernel: str, device: torch.device) -> str | None:
     return FAILURES.get((kernel, device))
 
 
-def record_failure(kernel: str, device: torch.device, reason: str, consequence: str) -> None:
+def warn_and_record_failure(
+    kernel: str, device: torch.device, reason: str, consequence: str
+) -> None:
     """Remember that a kernel cannot run on a device, and warn the first time.
 
     Args:

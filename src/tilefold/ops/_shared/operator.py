@@ -150,10 +150,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
-        """Implementation that runs for the first tensor.
-
-        See :func:`tilefold.ops._shared.impl.chosen_impl`.
-        """
+        """Return the implementation that runs for the device and the dtype of the first tensor."""
         return implementations.chosen_impl(self.name, self._tensor_names[0], first, impl)
 
     # A call of the public function
@@ -187,7 +184,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             (*raw_options, *main_grads, impl, training),
         )
         try:
-            call = self.calls.get(key)
+            call = self.calls.get(key)  # what an equal call left: checked options and launches
         except TypeError:  # an option that cannot be hashed: the checks report it
             call = key = None
         if call is None:
@@ -220,6 +217,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             tensors = call.prepare(tensors)
         if not training:
             return tuple(self.compute(call, tensors))
+        # Autograd passes the request on unseen. It then holds the results after the first one.
         request = [self, call, tensors, tuple(main_grads.values())]
         first = APPLY(request, *map(tensors.__getitem__, self._differentiable))
         return first, *request
@@ -312,7 +310,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         Args:
             device: the GPU.
             call: the pass.
-            inputs: the arguments of :meth:`compute`.
+            inputs: the tensors of a forward pass, or what a backward pass reads.
         """
         if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
             self.check_values(self.tensors(*inputs), call.options)
@@ -326,9 +324,9 @@ class Operator(Generic[TensorsT, OptionsT]):
                 if replacement is None or replacement in earlier_replacements:
                     if call.impl == "triton":
                         raise
-                    replacement = KernelFallback(call.name, fallback.TILED_PATH_RUNS)
+                    replacement = KernelFallback(call.name, fallback.TILED_PATH_NOTE)
                 earlier_replacements.append(replacement)
-                fallback.record_failure(
+                fallback.warn_and_record_failure(
                     replacement.kernel,
                     device,
                     str(error),
@@ -343,11 +341,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         return None if call.program is None else call.program(*inputs)
 
     def _run_tiled(self, call: Pass, inputs: Values) -> Results:
-        """Run the tiled path.
+        """Compute a pass by torch operations on tiles.
 
         Args:
             call: the pass.
-            inputs: the arguments of :meth:`compute`.
+            inputs: the tensors of a forward pass, or what a backward pass reads.
         """
         results: Results
         if call.backward:
@@ -366,9 +364,9 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _make_program(self, call: Pass, inputs: Values) -> Program | None:
         """Plan the kernels of a pass, and return a program that launches them on the device.
 
-        The plan depends only on shapes, strides and dtypes of the inputs, which are passed on as
-        tensors on the meta device. Background threads start to compile the kernels, and those of
-        the backward pass if one may follow.
+        The plan depends only on the layouts of the inputs: shapes, strides and dtypes, which are
+        passed on as tensors on the meta device. Background threads start to compile the kernels,
+        and those of the backward pass if one may follow.
 
         Returns:
             The program, or ``None`` if there is no plan for this call.

@@ -70,7 +70,7 @@ def keep_mask(seed: Tensor, i: Tensor, j: Tensor, plane: Tensor, p: float) -> Te
         seed: the seed of a call, int64.
         i: position of the query.
         j: position of the key.
-        plane: number of the sequence times the number of heads, plus the head.
+        plane: number of the head, counted over the heads of all sequences.
         p: probability that a pair is dropped.
     """
     return (philox_word(seed, j, i, plane) >> 8) >= dropout_threshold(p)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tilefold.ops._shared.autocast import autocast_dtype
-from tilefold.ops._shared.fallback import KernelUnavailableError, record_failure
+from tilefold.ops._shared.fallback import KernelUnavailableError, warn_and_record_failure
 from tilefold.ops._shared.internals import (
     can_use_onednn_linear,
     cpu_matmul_precision,
@@ -215,17 +215,17 @@ def group_rows(
 ) -> list[RowGroup]:
     """Divide rows into groups whose products have one of a few sizes.
 
-    A group is as large as possible. The rest is one padded group, unless the padding would be more
-    than an eighth of its rows, more than the free padding, and not less than the smallest size;
-    then it is divided again. A large rest is also divided if no more rows are multiplied then,
+    A group is as large as possible. The remaining rows are one padded group. They are divided again
+    if the padding would be more than an eighth of them, more than the free padding, and at least
+    the smallest size. Many remaining rows are also divided if the padding does not grow by it,
     because padding copies all rows of a group.
 
     Args:
         n_rows: the number of rows.
-        sizes: the sizes, ascending.
+        sizes: numbers of rows that a product may have, ascending.
         free_padding: number of padding rows that take less time than one more group.
-        largest_padded: the largest size to which rows are padded if they can be divided as well; by
-            default any size.
+        largest_padded: a group of more rows is padded only if dividing it needs more padding; by
+            default there is no such limit.
 
     Examples:
         >>> groups = group_rows(47, sizes=(8, 16, 32, 64))
@@ -288,7 +288,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``rows @ weight.T + bias`` in the dtype of the operands, see :func:`grouped_linear`.
+    """Compute ``rows @ weight.T + bias``, with the same bits in a row for any number of rows.
+
+    A library chooses its kernel, and so the order of additions, by the number of rows. Rows are
+    therefore multiplied in groups of sizes that were tested to give equal bits, and a group with
+    fewer rows is padded with zeros. The product has no gradient.
 
     Args:
         rows: ``[T, K]``.
@@ -298,15 +302,16 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Returns:
         ``[T, N]``.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # writing into `out` is an error while autograd records
         with torch.no_grad():
             return grouped_product(rows, weight, bias)
     weight = weight.contiguous()
     n_rows = rows.size(0)
-    groups = _usable_groups(n_rows, _kind_of(weight, bias is not None))
-    if len(groups) == 1:  # no copy of the result
+    groups = _groups_with_equal_bits(n_rows, _product_kind(weight, bias is not None))
+    if len(groups) == 1:  # the product is the result, without a copy
         size = groups[0].size
         if groups[0].is_ordered:
+            # Our kernel adds in the order of K, as the library does for many rows.
             return ordered_product(_padded(rows, size), weight, bias)
         product = _multiply(_padded(rows, size), weight, bias)
         return product if size == n_rows else product[:n_rows]
@@ -412,14 +417,14 @@ _least_numbers: dict[_FunctionKind, int] = {}
 
 @torch.no_grad()
 def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionKind) -> int:
-    """Return the least number of rows from which on a function gives a row the same bits.
+    """Return the least number of rows for which, and for all larger numbers, a row has equal bits.
 
     Candidates are tested with random rows, repeated in matrices of this number of rows and of
     larger numbers.
 
     Args:
-        function: the function.
-        kind: its name, and the rows.
+        function: computes a row of its result from each row of a matrix.
+        kind: name of the function, and the columns, dtype and device of the rows.
 
     Raises:
         RuntimeError: if there is no such number.
@@ -430,7 +435,7 @@ def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionK
     rows = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
 
     def has_equal_bits(n_rows: int, first_row: int) -> bool:
-        """Whether the function gives the expected bits for repeated rows from a first one on."""
+        """Whether the results have the expected bits for a matrix of the repeated random rows."""
         indices = _probe_row_indices(n_rows, first_row, kind.device)
         return torch.equal(function(rows[indices]), expected[indices])
 
@@ -438,7 +443,7 @@ def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionK
     expected = function(rows[all_indices])[:_PROBE_ROWS]
     candidates = _CPU_LEAST_ROWS if kind.device.type == "cpu" else _GPU_LEAST_ROWS
     for n_least in candidates:
-        # Numbers of rows, and the random row with which they begin.
+        # Number of rows of a matrix, and the index of the random row with which it begins.
         comparisons = [(n_least, first_row) for first_row in range(0, _PROBE_ROWS, n_least)]
         comparisons += [(n_least + n_more, _PROBE_SHIFT) for n_more in (1, 2, 3, 5, 7)]
         comparisons += [(n_least * factor, _PROBE_SHIFT) for factor in (2, 3, 5, 8)]
@@ -476,15 +481,15 @@ def usable_sizes(weight: Tensor, has_bias: bool) -> tuple[int, ...]:
     Raises:
         RuntimeError: if there is no such number.
     """
-    probe = _probe_of(_kind_of(weight, has_bias))
+    probe = _probe_of(_product_kind(weight, has_bias))
     return tuple(size for size in probe.sizes if probe.is_usable(size))
 
 
 def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
     """Return the number of rows to which few rows on a GPU are padded before they pass all layers.
 
-    It is the one that takes the least time. A layer that cannot use this number pads the rows
-    further, which takes time too.
+    Of the possible numbers, the one with the least estimated time is returned. A layer whose bits
+    differ for this number pads the rows further, which takes time too.
 
     Args:
         layers: the linear layers that multiply the rows.
@@ -498,7 +503,7 @@ def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
     """
     numbers_of_layers = []
     for layer in layers:
-        kind = _kind_of(layer.weight, layer.has_bias)
+        kind = _product_kind(layer.weight, layer.has_bias)
         dtype = autocast_dtype(layer.weight) or layer.weight.dtype
         numbers_of_layers.append((kind._replace(dtype=dtype), layer.n_layers))
     return _fastest_row_count(tuple(numbers_of_layers), n_rows)
@@ -506,10 +511,11 @@ def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _fastest_row_count(numbers_of_layers: tuple[tuple[_ProductKind, int], ...], n_rows: int) -> int:
-    """Return the number of rows that takes all layers the least time, see `padded_row_count`.
+    """Return the padded number of rows with which all layers take the least estimated time.
 
     Args:
-        numbers_of_layers: the kinds of the products, each with its number of layers.
+        numbers_of_layers: shape, dtype and device of each kind of weight, and how many layers have
+            such a weight.
         n_rows: the number of rows before padding.
     """
 
@@ -524,8 +530,8 @@ def _fastest_row_count(numbers_of_layers: tuple[tuple[_ProductKind, int], ...], 
     return min(candidates, key=time_of)
 
 
-def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
-    """Return the kind of the products with a weight.
+def _product_kind(weight: Tensor, has_bias: bool) -> _ProductKind:
+    """Return what decides, besides the number of rows, which kernel multiplies by a weight.
 
     Args:
         weight: ``[N, K]``.
@@ -544,16 +550,16 @@ def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
 
 
 @functools.lru_cache(maxsize=4096)
-def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
-    """Divide rows into groups whose sizes give equal bits, see :class:`_Probe`.
+def _groups_with_equal_bits(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
+    """Divide rows into groups of sizes whose products have the same bits in equal rows.
 
     A size is tested when it is needed for the first time. If it fails, rows are divided again.
-    Rows that a library would multiply only with much padding are one group without padding, if a
-    kernel gives the same bits.
+    Rows that a library would multiply only with much padding are one group without padding, if our
+    kernel, which adds in the order of K, gives the bits of the library.
 
     Args:
         n_rows: the number of rows.
-        kind: the kind of the products.
+        kind: shape, dtype and device of the weight.
     """
     probe = _probe_of(kind)
     is_on_cpu = kind.device.type == "cpu"
@@ -564,7 +570,7 @@ def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
         # `is_usable` removes a size that fails from `probe.sizes`, so that this loop ends.
         if all(probe.is_usable(group.size) for group in groups):
             break
-    n_multiplied = sum(group.size for group in groups)
+    n_multiplied = sum(group.size for group in groups)  # padding included
     if 0 < n_rows * _ORDERED_SLOWDOWN <= n_multiplied and probe.is_order_usable:
         return [RowGroup(0, n_rows, n_rows, is_ordered=True)]
     return groups
@@ -577,12 +583,12 @@ def _probe_of(kind: _ProductKind) -> _Probe:
 
 
 class _Probe:
-    """Test of which numbers of rows give the same bits, by products of random rows.
+    """Test of which numbers of rows ("sizes") give the same bits, by products of random rows.
 
     A product of some size multiplies the same few random rows, repeated until the size is reached.
-    On a CPU in 16 bits, the products cancel, so that their bits show the order of additions. The
-    reference is the largest size in whose product equal rows have equal results at all positions.
-    Another size is usable if its results equal those of the reference.
+    On a CPU in 16 bits, the terms of a product cancel each other, so that its bits show the order
+    of additions. The reference is the largest size in whose product equal rows have equal results
+    at all positions. Another size is usable if its results equal those of the reference.
 
     Attributes:
         sizes: the sizes that have not failed, ascending.
@@ -666,7 +672,7 @@ class _Probe:
         try:
             product = ordered_product(rows, weight, bias)
         except KernelUnavailableError as error:
-            record_failure(_ORDERED, kind.device, str(error), _PADDED_INSTEAD)
+            warn_and_record_failure(_ORDERED, kind.device, str(error), _PADDED_INSTEAD)
             return False
         return torch.equal(product, self._expected)
 

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as shared
-from tilefold.ops._shared.fallback import KernelUnavailableError, failure_of, record_failure
+from tilefold.ops._shared.fallback import (
+    KernelUnavailableError,
+    failure_of,
+    warn_and_record_failure,
+)
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_arguments, check_head
@@ -403,7 +407,7 @@ def lsr_head_rows(
             try:
                 append_rows(scores, first_column, min_weight, counts, columns, values)
             except KernelUnavailableError as error:
-                record_failure(
+                warn_and_record_failure(
                     COMPACTION,
                     device,
                     str(error),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tilefold.ops._shared import internals
-from tilefold.ops._shared.fallback import record_failure
+from tilefold.ops._shared.fallback import warn_and_record_failure
 from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Grid, LaunchAt, Tma
 from tilefold.ops._shared.plan import selector
 
@@ -93,7 +93,7 @@ def bind(
             return None
         return driver_launch(compiled, ptx, grid, arguments)
     except Exception as error:  # the next release may have changed what this reads
-        record_failure(
+        warn_and_record_failure(
             "repeating launches past Triton",
             torch.device("cuda", torch.cuda.current_device()),
             f"{type(error).__name__}: {error}",
