@@ -68,7 +68,7 @@ def fp8_products(
         bias: ``[M]``, in any float dtype.
 
     Returns:
-        ``[N, M]``: bf16 on a GPU, and fp32 on a CPU.
+        ``[N, M]``: bf16 on a GPU, and fp32 on a CPU, or if there are no rows.
 
     Raises:
         ValueError: if the device cannot multiply fp8, see :func:`check_fp8_device`, or a size is
@@ -81,7 +81,7 @@ def fp8_products(
         >>> fp8_products(rows, torch.ones(2), weight, torch.full((16,), 0.5))[0, 0]
         tensor(16.)
     """
-    if torch.compiler.is_compiling():  # which would trace through the cache
+    if torch.compiler.is_compiling():  # torch.compile ignores the cache of `_check_once`
         check_fp8_device(weight.device)
     else:
         _check_once(weight.device)
@@ -91,7 +91,8 @@ def fp8_products(
             "compute this layer in 16 bits.",
         )
     with torch.no_grad():
-        if rows.device.type == "cpu" or rows.size(0) == 0:
+        has_rows = rows.size(0) > 0  # torch's product of fp8 needs at least one row
+        if rows.device.type == "cpu" or not has_rows:
             products = rows.float() @ weight.float().T
             products = products * row_scale[:, None] * weight_scale
             return products if bias is None else products + bias.float()

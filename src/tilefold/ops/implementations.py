@@ -92,11 +92,12 @@ def kernel_of(
 
 
 def _head_kernel(capability: tuple[int, int], device: torch.device | None) -> Kernels:
-    """Return the kernels of ``lsr_head``; see :func:`kernel_of`.
+    """Return the kernels of ``lsr_head`` that would run in bf16, and why no faster ones.
 
     Args:
         capability: compute capability of the device.
-        device: the device.
+        device: the device, to leave out kernels that failed to build on it; ``None`` assumes that
+            no kernel failed.
     """
     failures: dict[str, str] = {}  # why a kernel failed to build on the device, by its name
     for kernel in (head.BY_TMA, head.BY_ROLES):
@@ -116,7 +117,7 @@ def _head_kernel(capability: tuple[int, int], device: torch.device | None) -> Ke
 
 
 def _maxsim_kernel(capability: tuple[int, int], device: torch.device | None) -> Kernels:
-    """Return the kernels of ``maxsim``; see :func:`kernel_of`."""
+    """Return the kernels of ``maxsim`` that would run in bf16, and why no faster ones."""
     config = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)
     if not config["USE_TMA"]:
         return Kernels("kernels without TMA", None)

@@ -96,7 +96,7 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
             call()
     torch.cuda.synchronize()
 
-    def failure_of(build: Build) -> str | None:
+    def build_and_return_error(build: Build) -> str | None:
         """Build a kernel, and return the text of the error if that fails."""
         torch.cuda.set_device(device)
         try:
@@ -106,7 +106,7 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         return None
 
     with ThreadPoolExecutor(workers) as pool:
-        failures = list(pool.map(failure_of, builds.values()))
+        failures = list(pool.map(build_and_return_error, builds.values()))
     kernels = Counter(build.kernel.__name__ for build in builds.values())
     first_calls = []
     for call in calls:

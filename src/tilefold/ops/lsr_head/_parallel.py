@@ -104,7 +104,7 @@ def parallel_head(
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    sharding, local_tokens, compute_dtype = _checked(tokens, weight, bias)
+    sharding, local_tokens, compute_dtype = _local_arguments(tokens, weight, bias)
     hidden = local_tokens.hidden
     local_weight = _local(weight)
     local_bias = _local(bias)
@@ -120,10 +120,13 @@ def parallel_head(
             sharding.placements(None),
             run_check=False,
         )
+        # Backward sums a Partial() gradient over the ranks. Forward gets the same tensor back.
         hidden = replica.to_local(grad_placements=sharding.placements(Partial()))
     with autocast:
         if local_weight.size(0) == 0:  # fewer columns than ranks
-            scores = _no_columns(local_tokens._replace(hidden=hidden), local_weight, local_bias)
+            scores = _scores_without_columns(
+                local_tokens._replace(hidden=hidden), local_weight, local_bias
+            )
             scores = scores.to(out_dtype or compute_dtype)
         else:
             scores = head(
@@ -166,7 +169,7 @@ def parallel_head_sparse(
     Returns:
         ``[B, V]`` plain CSR tensor, equal on every rank.
     """
-    sharding, local_tokens, compute_dtype = _checked(tokens, weight, bias)
+    sharding, local_tokens, compute_dtype = _local_arguments(tokens, weight, bias)
     hidden = local_tokens.hidden
     local_weight = _local(weight)
     accumulator_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -195,8 +198,8 @@ def parallel_head_sparse(
         return csr_from_entries(*entries, shape, out_dtype or compute_dtype)
 
 
-class _Checked(NamedTuple):
-    """Checked DTensor arguments.
+class _LocalArguments(NamedTuple):
+    """Arguments of a vocabulary-parallel head on this rank, after their checks.
 
     Attributes:
         sharding: sharding of the vocabulary.
@@ -209,8 +212,8 @@ class _Checked(NamedTuple):
     compute_dtype: torch.dtype
 
 
-def _checked(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> _Checked:
-    """Check that the arguments are DTensors with placements that the head supports.
+def _local_arguments(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> _LocalArguments:
+    """Check that the arguments are DTensors whose placements the head supports, and unwrap tokens.
 
     Args:
         tokens: token states with their mask or offsets.
@@ -231,7 +234,7 @@ def _checked(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> _Checked:
             "weight must be a DTensor if hidden or bias is one, got a plain tensor; distribute "
             "it with distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only.",
         )
-    sharding = VocabularySharding(weight.device_mesh, _vocabulary_dim(weight), weight.size(0))
+    sharding = VocabularySharding(weight.device_mesh, _sharded_mesh_dim(weight), weight.size(0))
     _check_bias(bias, weight)
     if not isinstance(hidden, DTensor):
         raise ValueError(
@@ -242,7 +245,7 @@ def _checked(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> _Checked:
             "read the weight inside the forward of its FSDP module, which gathers it.",
         )
     _check_replicated(tokens, weight.device_mesh)
-    return _Checked(
+    return _LocalArguments(
         sharding=sharding,
         local_tokens=Tokens(*map(_local, tokens)),
         compute_dtype=product_dtype(hidden, weight),
@@ -303,7 +306,7 @@ def _check_replicated(tokens: Tokens, mesh: DeviceMesh) -> None:
             )
 
 
-def _vocabulary_dim(weight: DTensor) -> int | None:
+def _sharded_mesh_dim(weight: DTensor) -> int | None:
     """Return the dimension of the mesh that shards the weight's rows, or ``None``.
 
     Raises:
@@ -314,7 +317,7 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
 
     placements = weight.placements
     sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    # subclasses of Shard place rows differently
+    # The exact type is compared, because subclasses of Shard place rows differently.
     is_row_shard = [type(placements[i]) is Shard and placements[i].is_shard(0) for i in sharded]
     if len(sharded) > 1 or not all(is_row_shard):
         raise ValueError(
@@ -338,7 +341,7 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _no_columns(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _scores_without_columns(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return scores ``[B, 0]`` that depend on all arguments, for a rank without columns.
 
     The gradients of this rank are zeros, which the sum over the ranks needs.

@@ -117,10 +117,12 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         >>> scores.shape
         torch.Size([2, 100])
     """
-    key = call_key((weight,), ())  # None if the call is traced, or for a tensor subclass
+    # The key of a call holds the layout of the weight. It is None if torch traces the call, or for
+    # a subclass of Tensor.
+    key = call_key((weight,), ())
     program = None if key is None else _PROGRAMS.get(key)
     if program is not None and program.bound and weight.get_device() == current_gpu():
-        return _run(program, weight)
+        return _run(program, weight)  # a weight of this layout has passed the checks before
     check_shape("weight", check_tensor("weight", weight), "V D")
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
     if weight.size(1) == 0:
@@ -150,10 +152,10 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
 
 
 def _traced_quantize(weight: Tensor) -> QuantizedWeight:
-    """Round a weight in compiled code.
+    """Round a weight to fp8 while torch.compile traces the call.
 
-    Torch's compiler fuses the rounding of short rows with what computes them. The number of slabs
-    of :func:`quantize_weight` would depend on the size.
+    Torch's compiler fuses the rounding of short rows with the operations that compute the weight.
+    All rows are rounded at once: in slabs, the traced code would depend on their number.
     """
     with torch.no_grad():
         if _needs_kernel_when_compiled(weight):
@@ -162,7 +164,7 @@ def _traced_quantize(weight: Tensor) -> QuantizedWeight:
 
 
 def _needs_kernel_when_compiled(weight: Tensor) -> bool:
-    """Return whether the kernel is faster than the code of torch's compiler."""
+    """Return whether our kernel rounds the rows faster than the code of torch's compiler."""
     return weight.is_cuda and weight.size(1) > MAX_FUSED_D
 
 
@@ -194,7 +196,7 @@ def _quantize_by_kernel(weight: Tensor, key: Key) -> QuantizedWeight:
 
     Args:
         weight: ``[V, D]`` on the current device, with V > 0.
-        key: its :func:`call_key`.
+        key: layout of the weight, under which the launch is remembered.
 
     Raises:
         KernelUnavailableError: if the kernel cannot be built.

@@ -54,7 +54,8 @@ def select_rows(
     if top_k is None:
         entries = []
         for first_column, scores in blocks:
-            rows, positions = (~(scores <= min_weight)).nonzero(as_tuple=True)
+            is_selected = ~(scores <= min_weight)  # not `scores > min_weight`: true for NaN, too
+            rows, positions = is_selected.nonzero(as_tuple=True)
             entries.append((rows, positions + first_column, scores[rows, positions]))
         rows, columns, values = (torch.cat(parts) for parts in zip(*entries, strict=True))
         return csr_from_entries(rows, columns, values, shape, dtype)
@@ -75,7 +76,8 @@ def select_rows(
             top_scores, top_columns = largest(candidates, candidate_columns, top_k)
     if top_scores is None or top_columns is None:
         raise ValueError("blocks must not be empty, got none; V must be at least 1.")
-    rows, positions = (~(top_scores <= min_weight)).nonzero(as_tuple=True)
+    is_selected = ~(top_scores <= min_weight)
+    rows, positions = is_selected.nonzero(as_tuple=True)
     return csr_from_entries(
         rows,
         top_columns[rows, positions],
@@ -129,7 +131,7 @@ def rows_of_scores(
     top_k: int | None,
     min_weight: float,
 ) -> CapacityRows:
-    """Return the scores above a threshold as rows of a fixed capacity.
+    """Return the scores above a threshold as sparse rows with memory for ``capacity`` entries each.
 
     The shapes do not depend on the scores, so this never synchronises with the device. NaN is
     always selected, so that it is noticed.
@@ -140,11 +142,11 @@ def rows_of_scores(
         top_k: largest number of entries per row; ``None`` selects all that fit.
         min_weight: only scores above this are selected.
     """
-    selected = ~(scores <= min_weight)  # true for NaN
-    counts = selected.sum(1, dtype=torch.int32)
-    # The position of an entry is the number of selected ones before it in its row. An additional
-    # last position takes the entries that are not selected, or do not fit, and is cut off.
-    positions = torch.where(selected, selected.cumsum(1) - 1, capacity).clamp(max=capacity)
+    is_selected = ~(scores <= min_weight)  # true for NaN
+    counts = is_selected.sum(1, dtype=torch.int32)
+    # The position of an entry is the number of selected ones before it in its row. One more
+    # position takes all entries that are not selected, or do not fit, and is removed at the end.
+    positions = torch.where(is_selected, is_selected.cumsum(1) - 1, capacity).clamp(max=capacity)
     shape = scores.size(0), capacity + 1
     all_columns = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(
         scores.shape,
@@ -159,7 +161,7 @@ def largest_entries(rows: CapacityRows, top_k: int | None) -> CapacityRows:
     """Return rows with at most the ``top_k`` largest entries of each row, in the order of columns.
 
     Args:
-        rows: rows of a fixed capacity.
+        rows: sparse rows, each with memory for the same number of entries (their capacity).
         top_k: largest number of entries of a row; ``None`` selects all.
     """
     capacity = rows.columns.size(1)

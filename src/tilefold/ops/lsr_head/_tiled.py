@@ -137,12 +137,12 @@ def _max_forward(
     options: HeadOptions,
     with_winners: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores of max pooling, and the winners' positions if backward needs them.
+    """Compute the scores of max pooling, and for backward the tokens that have the maxima.
 
     Args:
         tensors: tensors of the call.
         options: the checked options.
-        with_winners: whether winners are needed.
+        with_winners: whether backward needs the tokens with the largest logits, the winners.
 
     Returns:
         ``[B, V]`` scores in ``out_dtype``, and ``[B, V]`` winners, or ``[0, V]`` without them.
@@ -151,7 +151,7 @@ def _max_forward(
     packed = pack_rows(tokens)
     vocab = tensors.weight.size(0)
     logits = packed.rows.new_zeros(tokens.batch, vocab)
-    # positions among the valid tokens of a sequence
+    # positions among the valid tokens of a sequence, without the masked ones
     winners = torch.zeros(
         tokens.batch if with_winners else 0,
         vocab,
@@ -164,7 +164,7 @@ def _max_forward(
         options.logit_scale,
         by_onednn=True,
     ):
-        for run in tile.runs:
+        for run in tile.runs:  # sequences of equal length, or a part of a long sequence
             sequences = slice(run.first_sequence, run.end_sequence)
             update_maximum(
                 logits[sequences, tile.columns],
@@ -186,23 +186,27 @@ def _max_forward(
 
 
 def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) -> Tensor:
-    """Convert positions of winners among valid tokens to positions in the padded sequence.
+    """Convert each winner, the token with the largest logit, to its position in the padded input.
 
     Args:
-        winners: ``[B, V]`` positions of the winners among the valid tokens of their sequences.
-        packed: the valid tokens.
-        tokens: all tokens.
+        winners: ``[B, V]``; a winner is counted among the unmasked tokens of its sequence only.
+        packed: the unmasked tokens of all sequences, one after another.
+        tokens: all tokens, masked ones included.
 
     Returns:
-        ``[B, V]`` positions with padding included, and :func:`no_winner` for empty sequences.
+        ``[B, V]`` positions among all tokens of a sequence, and the mark :func:`no_winner` for a
+        sequence without unmasked tokens.
     """
+    # The lengths may be on a GPU, so their bound chooses between uint16 and int32.
     dtype = winner_dtype(tokens.length_bound)
     offsets = torch.tensor(packed.offsets, device=winners.device)
     if packed.positions is not None and packed.positions.numel():
-        # Rows of the flattened [B * S] input become positions in their sequences of length S.
-        positions = packed.positions % tokens.length
-        packed_winners = (winners + offsets[:-1, None]).clamp_(max=positions.numel() - 1)
-        winners = positions[packed_winners]
+        # packed.positions are rows of the input [B * S, D]: the remainder is the position below S.
+        position_in_sequence = packed.positions % tokens.length
+        packed_winners = winners + offsets[:-1, None]
+        # Empty sequences at the end of the batch would read past the last token.
+        packed_winners.clamp_(max=position_in_sequence.numel() - 1)
+        winners = position_in_sequence[packed_winners]
     is_empty = (offsets.diff() == 0)[:, None]
     # uint16 supports few operations, so the cast comes last.
     return winners.int().masked_fill(is_empty, no_winner(dtype)).to(dtype)
@@ -217,10 +221,10 @@ def _max_backward(
 ) -> Gradients:
     """Compute the gradients of max pooling as weighted sums of gathered rows.
 
-    With the gradients ``g`` of the logits, row ``v`` of ``dweight`` sums
-    ``g[b, v] * hidden[b, winner[b, v]]`` over the sequences b. A row of ``dhidden`` sums
-    ``g[b, v] * weight[v]`` over the scores that it won. Columns are processed in slabs, to bound
-    the memory.
+    With the gradients ``g`` of the largest logits, and ``winner[b, v]`` the token that has the
+    largest one, row ``v`` of ``dweight`` sums ``g[b, v] * hidden[b, winner[b, v]]`` over the
+    sequences b. A row of ``dhidden`` sums ``g[b, v] * weight[v]`` over the scores whose winner is
+    its token. Columns are processed in slabs, to bound the memory.
 
     Args:
         dscores: gradient of the scores, ``[B, V]``.
@@ -290,19 +294,19 @@ def _logit_gradient(
     activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the winning logits of a slab, and the winners' rows of hidden.
+    """Return the gradient of each score's largest logit, and the row of hidden of its token.
 
     Args:
-        dscores: ``[B, Vs]`` gradient of the scores.
+        dscores: ``[B, Vs]`` gradient of the scores of Vs columns of the vocabulary.
         scores: ``[B, Vs]``.
-        winners: ``[B, Vs]`` positions in the sequences.
+        winners: ``[B, Vs]`` positions of the tokens with the largest logits, in their sequences.
         starts: ``[B]`` first rows of the sequences.
         activation: function applied to the logits.
         dtype: dtype of the gradients.
 
     Returns:
-        ``[Vs, B]`` gradients, 0 if there is no winner, and ``[Vs, B]`` row of ``hidden`` of each
-        winner.
+        ``[Vs, B]`` gradients, 0 for a sequence without valid tokens, and ``[Vs, B]`` rows of
+        ``hidden``.
     """
     positions = winners.to(torch.int32)
     has_winner = positions != no_winner(winners.dtype)
@@ -351,7 +355,7 @@ def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
     bias = tensors.bias
     scores = packed.rows.new_zeros(tensors.tokens.batch, tensors.weight.size(0))
     for tile in vocabulary_tiles(packed, tensors.weight, options.logit_scale):
-        for run in tile.runs:
+        for run in tile.runs:  # sequences of equal length, or a part of a long sequence
             if bias is not None:
                 run.logits.add_(bias[tile.columns].to(scores.dtype))
             pooled = activate_in_place(run.logits, options.activation).sum(dim=1)
@@ -392,7 +396,7 @@ def _sum_backward(
     dbias = rows.new_zeros(weight.size(0)) if needs.bias else None
     for tile in vocabulary_tiles(packed, weight, scale):
         tile_dweight = torch.zeros_like(tile.weight)
-        for run in tile.runs:
+        for run in tile.runs:  # sequences of equal length, or a part of a long sequence
             if bias is not None:
                 run.logits.add_(bias[tile.columns].to(rows.dtype))
             run_grad = grad[run.first_sequence : run.end_sequence, None, tile.columns]

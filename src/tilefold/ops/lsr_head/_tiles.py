@@ -158,8 +158,8 @@ def vocabulary_tiles(
         packed: the valid tokens.
         weight: ``[V, D]``.
         logit_scale: factor of the products.
-        by_onednn: whether oneDNN may compute the products. It allocates memory for each product,
-            which costs more than it saves if the caller writes to every logit.
+        by_onednn: whether oneDNN may compute the products on a CPU. It allocates memory for each
+            product, which costs more than it saves if the caller writes to every logit.
     """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
     max_rows = max((piece.end_row - piece.start_row for piece in pieces), default=0)
@@ -169,7 +169,7 @@ def vocabulary_tiles(
         tile_weight = weight[first_column : first_column + BLOCK_V].to(packed.rows.dtype)
         width = tile_weight.size(0)
         product: Callable[[Tensor], Tensor] | None = None
-        if groups_rows():
+        if groups_rows():  # the caller needs equal bits for any batch
             product = functools.partial(grouped_product, weight=tile_weight)
         elif by_onednn:
             product = fast_product(packed.rows, max_rows, tile_weight)
@@ -202,7 +202,9 @@ def _runs(
     logit_scale: float,
     product: Callable[[Tensor], Tensor],
 ) -> Iterator[Run]:
-    """Yield the logits of one block of the vocabulary, for all sequences.
+    """Yield the logits of one block of the vocabulary, in runs of sequences of equal length.
+
+    The logits of such a run can be viewed as ``[sequences, tokens, columns]``.
 
     Args:
         packed: the valid tokens.
@@ -237,7 +239,7 @@ def _equal_lengths(offsets: list[int], piece: Piece) -> Iterator[tuple[int, int]
 
     Args:
         offsets: the first row of each sequence, and the end of the last one.
-        piece: the sequences of a tile.
+        piece: packed rows that are multiplied at once: the sequences that are divided into ranges.
     """
     first = piece.first_sequence
     while first < piece.end_sequence:
@@ -251,32 +253,32 @@ def _equal_lengths(offsets: list[int], piece: Piece) -> Iterator[tuple[int, int]
 
 
 def update_maximum(
-    scores: Tensor,
+    maxima: Tensor,
     winners: Tensor | None,
     logits: Tensor,
     n_before: int,
 ) -> None:
-    """Update the maxima over tokens, and their winners, in place with the logits of more tokens.
+    """Update maxima over tokens, and the positions of their tokens, by the logits of more tokens.
 
     Args:
-        scores: ``[n, C]`` maxima, not yet written if ``n_before`` is 0.
-        winners: ``[n, C]`` positions of the tokens with the maxima, or ``None``.
-        logits: ``[n, L, C]`` logits of the tokens.
-        n_before: number of tokens that ``scores`` already covers. Ties keep the earlier winner.
+        maxima: ``[n, C]``, updated in place; not yet written if ``n_before`` is 0.
+        winners: ``[n, C]`` positions of the tokens with the maxima, updated in place, or ``None``.
+        logits: ``[n, L, C]`` logits of the next tokens of the n sequences.
+        n_before: number of tokens that ``maxima`` already covers. Ties keep the earlier winner.
     """
     if winners is None:
-        maxima = max_over_tokens(logits)
+        new_maxima = max_over_tokens(logits)
         if n_before == 0:
-            scores.copy_(maxima)
+            maxima.copy_(new_maxima)
         else:
-            torch.maximum(scores, maxima, out=scores)
+            torch.maximum(maxima, new_maxima, out=maxima)
         return
-    maxima, tokens = max_and_winners(logits)
+    new_maxima, new_positions = max_and_winners(logits)
     if n_before == 0:
-        scores.copy_(maxima)
-        winners.copy_(tokens)
+        maxima.copy_(new_maxima)
+        winners.copy_(new_positions)
     else:
         # The first NaN wins.
-        is_larger = (maxima > scores) | (maxima.isnan() & ~scores.isnan())
-        scores.copy_(torch.where(is_larger, maxima, scores))
-        winners.copy_(torch.where(is_larger, tokens + n_before, winners))
+        is_larger = (new_maxima > maxima) | (new_maxima.isnan() & ~maxima.isnan())
+        maxima.copy_(torch.where(is_larger, new_maxima, maxima))
+        winners.copy_(torch.where(is_larger, new_positions + n_before, winners))

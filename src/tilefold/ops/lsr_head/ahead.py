@@ -26,7 +26,8 @@ class ExpectedCall(NamedTuple):
         texts: number of texts B.
         tokens: number of tokens of all texts.
         packed: whether the texts are packed. Otherwise they are padded, with a mask of int64.
-        capacity: entries of a row of ``lsr_head_rows``; ``None`` for a call of ``lsr_head``.
+        capacity: entries that a sparse row of ``lsr_head_rows`` can hold; ``None`` for a call of
+            ``lsr_head``, whose scores are dense.
     """
 
     texts: int
@@ -53,16 +54,17 @@ def compile_ahead(
         calls: the calls, the first one first. Their hidden states have the dtype of the weight.
         weight: ``[V, D]``.
         bias: ``[V]``, or ``None``.
-        pooling: as in :func:`lsr_head`.
-        activation: as in :func:`lsr_head`.
-        screen: as in :func:`lsr_head`.
-        impl: as in :func:`lsr_head`.
+        pooling: reduction over the tokens of a text, such as ``"max"``.
+        activation: function applied to logits, such as ``"log1p_relu"``.
+        screen: whether an 8-bit product first excludes scores that cannot be positive.
+        impl: name of the implementation. Only that of Triton has kernels.
     """
     if not _can_compile(weight, impl):
         return
     for call in calls:
-        for vocab in _block_widths(call, weight.size(0)):
-            tensors = _layouts(call, vocab, weight, bias)
+        for n_columns in _block_widths(call, weight.size(0)):
+            tensors = _tensors_without_memory(call, n_columns, weight, bias)
+            # Scores that become sparse rows (of a fixed capacity) are selected in fp32.
             out_dtype = weight.dtype if call.capacity is None else torch.float32
             options = check_arguments(
                 tensors,
@@ -74,6 +76,7 @@ def compile_ahead(
             ).options
             HEAD.compile_ahead(tensors, options, weight.device)
         if call.capacity is not None:
+            # the kernel that appends the positive scores of a block to sparse rows
             from tilefold.ops.lsr_head._triton.compact import start_append_build
 
             start_append_build(weight.size(0), call.capacity, weight.device)
@@ -97,16 +100,16 @@ def compile_training_ahead(
         call: the call. Its hidden states have the dtype of the weight.
         weight: ``[V, D]``.
         bias: ``[V]``, or ``None``.
-        pooling: as in :func:`lsr_head`.
-        activation: as in :func:`lsr_head`.
-        screen: as in :func:`lsr_head`.
+        pooling: reduction over the tokens of a text, such as ``"max"``.
+        activation: function applied to logits, such as ``"log1p_relu"``.
+        screen: whether an 8-bit product first excludes scores that cannot be positive.
         compute_dtype: dtype of the products: that of autocast, or of the weight.
         out_dtype: dtype of the scores.
-        impl: as in :func:`lsr_head`.
+        impl: name of the implementation. Only that of Triton has kernels.
     """
     if not _can_compile(weight, impl):
         return
-    tensors = _layouts(call, weight.size(0), weight, bias)
+    tensors = _tensors_without_memory(call, weight.size(0), weight, bias)
     options = HeadOptions(
         pooling=pooling,
         activation=activation,
@@ -130,27 +133,30 @@ def _can_compile(weight: Tensor, impl: str) -> bool:
 
 
 def _block_widths(call: ExpectedCall, vocab: int) -> list[int]:
-    """Return the widths of the blocks of the vocabulary that a call is divided into."""
+    """Return the different widths of the blocks of the vocabulary that a call is divided into.
+
+    Only calls for sparse rows are divided. The last block may be narrower than the others.
+    """
     if call.capacity is None:
         return [vocab]
     block_size = rows_block_size(call.texts)
     if vocab <= block_size:
         return [vocab]
-    last = vocab % block_size
-    return [block_size, last] if last else [block_size]
+    last_width = vocab % block_size
+    return [block_size, last_width] if last_width else [block_size]
 
 
-def _layouts(
+def _tensors_without_memory(
     call: ExpectedCall,
-    vocab: int,
+    n_columns: int,
     weight: Tensor,
     bias: Tensor | None,
 ) -> HeadTensors:
-    """Return the layouts of the tensors of a call on the meta device.
+    """Return tensors on the meta device with the shapes, strides and dtypes of a call.
 
     Args:
         call: the call.
-        vocab: columns of a block of the vocabulary.
+        n_columns: columns of a block of the vocabulary.
         weight: ``[V, D]`` weight of all blocks.
         bias: ``[V]`` bias of all blocks, or ``None``.
     """
@@ -168,7 +174,7 @@ def _layouts(
             hidden=torch.empty(hidden_shape, dtype=weight.dtype),
             attention_mask=mask,
             cu_seqlens=cu_seqlens,
-            weight=torch.empty(vocab, dim, dtype=weight.dtype),
+            weight=torch.empty(n_columns, dim, dtype=weight.dtype),
             weight_scale=None,
-            bias=None if bias is None else torch.empty(vocab, dtype=bias.dtype),
+            bias=None if bias is None else torch.empty(n_columns, dtype=bias.dtype),
         )

@@ -123,7 +123,7 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def checked_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Check the values of offsets and ids, and return which tokens are valid.
+    """Check the values of offsets and ids, and return which tokens are neither masked nor ignored.
 
     Ids of masked and ignored tokens may have any value. Reading the values synchronises with a GPU.
 
@@ -175,13 +175,14 @@ class ValidTokens(NamedTuple):
 
 
 def gather_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> ValidTokens:
-    """Check the values of a batch, and gather its valid tokens.
+    """Gather the valid tokens of a batch: those that are neither masked nor have an ignored id.
 
-    This synchronises with a GPU.
+    The weight of a token is added to, or compared with, the score of its id in its sequence. The
+    values of ids and offsets are checked first, which synchronises with a GPU.
 
     Args:
-        tensors: tensors of the call.
-        options: the checked options.
+        tensors: weights and ids of the tokens, with a mask or offsets.
+        options: the size of the vocabulary, the ids to ignore, and how weights are reduced.
 
     Raises:
         ValueError: if offsets or ids are invalid.
@@ -191,11 +192,12 @@ def gather_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> Val
     is_valid = checked_valid_tokens(tensors, options)
     positions = is_valid.flatten().nonzero().squeeze(1)
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    # On the CPU index_select is several times faster than indexing.
     sequences = sequence_of_tokens(input_ids, tensors.cu_seqlens).flatten()
+    # On the CPU index_select is several times faster than indexing.
     ids = input_ids.flatten().index_select(0, positions)
+    rows = sequences.index_select(0, positions)
     return ValidTokens(
         weights=weights.flatten().index_select(0, positions).to(dtype),
-        entries=sequences.index_select(0, positions) * options.vocab_size + ids,
+        entries=rows * options.vocab_size + ids,  # positions in the flattened [B, V] scores
         positions=positions,
     )
