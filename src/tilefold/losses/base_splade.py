@@ -37,11 +37,13 @@ class BaseSpladeLoss(SpladeLoss):
     ) -> dict[str, Tensor]:
         """Compute the ranking loss of the final vectors, and the penalties of the base vectors.
 
-        Base vectors are those before the literal residual, a window and a norm are applied.
+        A model first predicts a base vector. It then adds weights for the terms of the text itself,
+        sets scores outside of a range to 0, and normalises; the result is the final vector.
 
         Args:
-            sentence_features: the columns of the batch, queries first. Each column is the input of
-                one forward, which returns ``sentence_embedding`` and ``base_embedding`` ``[B, V]``.
+            sentence_features: the columns of the batch: queries, relevant documents, and negatives
+                if there are any. The model returns two vectors of a text ``[B, V]``, the final one
+                as ``sentence_embedding`` and the base vector as ``base_embedding``.
             labels: labels of the ranking loss, such as teacher scores.
 
         Returns:
@@ -62,10 +64,10 @@ class BaseSpladeLoss(SpladeLoss):
             losses.update(ranking_loss)
         else:
             losses["base_loss"] = ranking_loss  # the name of SpladeLoss for the ranking loss
-        # The document regulariser alone also penalises queries.
-        first_document = 0 if self.use_document_regularizer_only else 1
-        documents = base_vectors[first_document:]
-        penalty = self.document_regularizer.compute_loss_from_embeddings(torch.cat(documents))
+        documents = base_vectors[1:]
+        # If SpladeLoss has no regulariser for queries, that of documents penalises all texts.
+        penalized = base_vectors if self.use_document_regularizer_only else documents
+        penalty = self.document_regularizer.compute_loss_from_embeddings(torch.cat(penalized))
         losses["document_regularizer_loss"] = penalty * self.document_regularizer_weight
         if self.query_regularizer_weight is not None:
             penalty = self.query_regularizer.compute_loss_from_embeddings(base_vectors[0])
@@ -76,11 +78,11 @@ class BaseSpladeLoss(SpladeLoss):
 class JoinedSpladeLoss(CachedSpladeLoss):
     """A ``CachedSpladeLoss`` whose mini-batches hold texts of all columns.
 
-    Arguments and results are those of the stock loss. The columns of a batch are joined by
-    ``collate_ahead``. A stock mini-batch holds texts of one column. Its queries are so short that
-    the launches take longer than the kernels, and it waits for the GPU five times to read the
-    positions of its tokens. A joined mini-batch holds the same rows of every column, and never
-    waits.
+    Arguments and results are those of ``CachedSpladeLoss``, whose mini-batches hold texts of one
+    column: queries, documents or negatives. Queries are so short that their launches take longer
+    than the kernels, and each mini-batch waits for the GPU five times to read the positions of its
+    tokens. A joined mini-batch holds the same rows of every column, as ``collate_ahead`` tokenised
+    them together, and never waits.
     """
 
     mini_batch_size: int
@@ -92,7 +94,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         sentence_features: Iterable[dict[str, Any]],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute the loss in mini-batches. Columns that were tokenised together run as one.
+        """Compute the loss in mini-batches, which hold all columns if they were tokenised together.
 
         Args:
             sentence_features: the columns of the batch: queries, relevant documents and negatives.
@@ -105,7 +107,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         else:
             self._n_joined = len(features)
             features = [joined_features]
-        # The stock loss gets one column, whose mini-batches have the rows of all joined columns.
+        # CachedSpladeLoss gets one column, whose mini-batches have the rows of all joined columns.
         mini_batch_size = self.mini_batch_size
         self.mini_batch_size = mini_batch_size * self._n_joined
         try:
@@ -115,14 +117,14 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         return loss
 
     def _joined_features(self, features: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the features of all columns together, as the joined batch has them.
+        """Return the input of one forward for the texts of all columns of a batch.
 
         Args:
-            features: the columns of the batch.
+            features: the input of one forward for each column.
 
         Returns:
-            The joined features. ``None`` if the columns were not joined, if some of them are
-            missing, or if mini-batches are limited by tokens, which applies to each column
+            The joined input. ``None`` if the columns were not tokenised together, if some of them
+            are missing, or if mini-batches are limited by tokens, which applies to each column
             separately.
         """
         if self.mini_batch_num_tokens or JOINED not in features[0]:
@@ -137,13 +139,13 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         *,
         with_backward: bool = False,
     ) -> Tensor:
-        """Compute the stock loss, after splitting joined mini-batches into columns.
+        """Compute the loss of ``CachedSpladeLoss``, after splitting joined mini-batches by column.
 
         Args:
             reps: embeddings of each column, as a list with one tensor ``[rows, V]`` per mini-batch.
                 Joined columns are one column, in which the rows of all columns alternate.
             labels: labels of the ranking loss.
-            with_backward: whether to call backward at once, as in the stock loss.
+            with_backward: whether to call backward at once, as in ``CachedSpladeLoss``.
         """
         if self._n_joined > 1:
             # The rows of a joined mini-batch alternate between the columns: a view

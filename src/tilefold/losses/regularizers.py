@@ -324,22 +324,26 @@ class PositionSum(Regularizer):
         self.positions = positions
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Sum the penalties of the relevant documents, of the first negatives, and so on.
+        """Apply the regulariser ``term`` to each group of documents, and sum the penalties.
+
+        The relevant documents of B queries are one group, their first negatives another, and so on:
+        ``positions`` groups of B rows.
 
         Args:
-            embeddings: scores ``[positions * B, V]``: B relevant documents, then B first negatives,
-                B second negatives and so on.
+            embeddings: scores of documents ``[positions * B, V]``, one group after another.
 
         Returns:
             A scalar.
         """
-        if embeddings.size(0) % self.positions:
+        n_groups = self.positions
+        if embeddings.size(0) % n_groups:
             raise ValueError(
                 f"the number of rows of embeddings must be a multiple of positions="
-                f"{self.positions}, got {embeddings.size(0)}.",
+                f"{n_groups}, got {embeddings.size(0)}.",
             )
+        regularizer = self.term
         penalties = [
-            self.term.compute_loss_from_embeddings(scores)
-            for scores in embeddings.chunk(self.positions)
+            regularizer.compute_loss_from_embeddings(group_scores)
+            for group_scores in embeddings.chunk(n_groups)
         ]
         return torch.stack(penalties).sum()

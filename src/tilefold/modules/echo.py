@@ -88,7 +88,7 @@ class EchoTransformer(Transformer):
         prompt: str | None = None,
         **kwargs: Any,
     ) -> Features:
-        """Tokenise texts in their template.
+        """Tokenise texts in their template, which contains every text twice.
 
         Args:
             inputs: texts.
@@ -96,7 +96,8 @@ class EchoTransformer(Transformer):
             kwargs: ``task`` (``"query"`` or ``"document"``) and ``max_length``, in tokens.
 
         Returns:
-            ``input_ids``, ``attention_mask`` and ``pooling_mask``, each int64 ``[B, S]``.
+            ``input_ids``, ``attention_mask`` and ``pooling_mask``, each int64 ``[B, S]``. The
+            pooling mask marks the second copy.
 
         Raises:
             TypeError: if an input is not a text.
@@ -114,11 +115,11 @@ class EchoTransformer(Transformer):
         template = self.query_template if task == "query" else self.document_template
         before, between, after = template.split(_SLOT)
         bos, eos = self._special_tokens()
-        head = bos + self._token_ids((prompt or "") + before)
-        middle = self._token_ids(between)
-        tail = self._token_ids(after) + eos
+        ids_before = bos + self._token_ids((prompt or "") + before)
+        ids_between = self._token_ids(between)
+        ids_after = self._token_ids(after) + eos
         copy_limit = self._copy_limit(
-            n_template_tokens=len(head) + len(middle) + len(tail),
+            n_template_tokens=len(ids_before) + len(ids_between) + len(ids_after),
             max_tokens=self._max_tokens(task, kwargs.get("max_length")),
         )
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
@@ -132,9 +133,11 @@ class EchoTransformer(Transformer):
         rows = []
         pooling_masks = []
         for ids in text_ids:
-            before_second_copy = [*head, *ids, *middle]
-            rows.append([*before_second_copy, *ids, *tail])
-            pooling_masks.append([0] * len(before_second_copy) + [1] * len(ids) + [0] * len(tail))
+            before_second_copy = [*ids_before, *ids, *ids_between]
+            rows.append([*before_second_copy, *ids, *ids_after])
+            pooling_masks.append(
+                [0] * len(before_second_copy) + [1] * len(ids) + [0] * len(ids_after),
+            )
         features: Features = {
             "input_ids": self._padded(rows, self.tokenizer.pad_token_id or 0),
             "attention_mask": self._padded([[1] * len(row) for row in rows], 0),
@@ -240,7 +243,7 @@ class EchoTransformer(Transformer):
     def _max_tokens(self, task: str | None, max_length: int | None) -> int | None:
         """Return the maximum number of tokens of a row, which holds the text twice.
 
-        Limits from 2^30 on are placeholders of tokenizers without a limit, and are ignored.
+        Limits of 2^30 or more are placeholders of tokenizers without a limit, and are ignored.
 
         Args:
             task: ``"query"`` or ``"document"``, which may have a limit of its own; or None.

@@ -37,15 +37,15 @@ class EpicPooling(PoolingModule):
     The importance weighs logits *before* the activation. The framework lets masked tokens take part
     in the maximum, as 0, so that terms of a text with a special token have at least
     ``log1p(softplus(0)) = 0.5265`` times the quality; here this floor is always there. All V
-    weights are positive, of a text without tokens 0: encode with ``max_active_dims`` (the paper
-    keeps 1,000 terms).
+    weights of a text with tokens are positive, so encode with ``max_active_dims`` (the paper keeps
+    1,000 terms).
 
-    The Transformer before it must put out its hidden states:
+    The Transformer before this module must return its hidden states:
     ``config_kwargs={"output_hidden_states": True}``.
 
-    ``accelerate`` fuses it exactly: ``m * (W t + b)`` is the product of ``[m * t, m]`` with ``[W,
-    b]``, for a copy of the head's weight, ``V (D + 8)`` numbers, per forward, and one of its
-    gradient.
+    ``accelerate`` computes the same scores without logits: ``m * (W t + b)`` is the product of
+    ``[m * t, m]`` with ``[W, b]``. Each forward copies the head's weight, ``V (D + 8)`` numbers,
+    and each backward its gradient.
 
     Args:
         hidden_size: D.
@@ -122,8 +122,9 @@ class EpicPooling(PoolingModule):
     ) -> Tensor:
         """Compute the sparse vectors of a batch without its logits ``[B, S, V]``.
 
-        Each token's logits are multiplied by its importance. That is done by a factor of the states
-        before the LM head. The fused head then computes the maximum of the weighted logits.
+        Each token's logits are multiplied by its importance. The hidden state of the token is
+        multiplied instead, before the LM head, which has the same effect. The fused head then
+        computes the maximum of the weighted logits.
 
         Args:
             features: the input of the module, with hidden states but without logits.

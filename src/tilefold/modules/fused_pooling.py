@@ -104,7 +104,7 @@ class Head(NamedTuple):
 
 
 class SparseOptions(NamedTuple):
-    """Which entries of a row stay when a pooling returns CSR scores.
+    """Which entries of a row are stored when a pooling returns CSR scores.
 
     Attributes:
         top_k: most entries per row, or None for all.
@@ -121,8 +121,8 @@ class ScoreOptions(NamedTuple):
     Attributes:
         out_dtype: dtype of the scores; see :func:`tilefold.ops.lsr_head`.
         impl: implementation; see :func:`tilefold.ops.lsr_head`.
-        sparse: return CSR rows under these options, if the pooling can. A pooling that cannot
-            returns dense rows, which the caller prunes.
+        sparse: which entries of CSR rows are stored; ``None`` for dense rows. A pooling that cannot
+            compute CSR rows returns dense ones, which the caller prunes.
     """
 
     out_dtype: Dtype | None = None
@@ -131,7 +131,7 @@ class ScoreOptions(NamedTuple):
 
 
 class FusedPooling(ABC):
-    """A module that fills ``sentence_embedding`` and knows how to do so without ``[B, S, V]``.
+    """A module that writes ``sentence_embedding``, and can do so without logits ``[B, S, V]``.
 
     ``accelerate`` finds such a module by this class and calls :meth:`fused_scores` in place of its
     ``forward``.
@@ -167,12 +167,12 @@ class FusedPooling(ABC):
             The arguments of the constructor, by name.
 
         Raises:
-            ValueError: if the file is missing, is not JSON, or has unknown options. Without its
-                options a module would silently have the defaults of its class.
+            ValueError: if the file is missing, is not JSON, or has unknown options. A module
+                without its saved options would silently have the defaults of its class.
         """
         module_class: Any = cls
         config_path = Path(subfolder, module_class.config_file_name)
-        place = f"{model_name_or_path}: {config_path}"
+        file_name = f"{model_name_or_path}: {config_path}"
         remedy = "Download the complete checkpoint."
         try:
             config = super().load_config(  # type: ignore[misc]
@@ -181,16 +181,18 @@ class FusedPooling(ABC):
                 **location,
             )
         except ValueError as error:
-            raise ValueError(f"{place} must be JSON, got an error: {error}. {remedy}") from error
+            message = f"{file_name} must be JSON, got an error: {error}. {remedy}"
+            raise ValueError(message) from error
         if not config or not isinstance(config, dict):
             raise ValueError(
-                f"{place} must have options of {cls.__name__}, got {config or 'none'}. {remedy}",
+                f"{file_name} must have options of {cls.__name__}, got {config or 'none'}. "
+                f"{remedy}",
             )
         unknown = sorted(set(config) - set(module_class.config_keys))
         if unknown:
             raise ValueError(
-                f"{place} must have options of {cls.__name__}, got {', '.join(unknown)} of a newer "
-                "release: pip install -U tilefold.",
+                f"{file_name} must have options of {cls.__name__}, got {', '.join(unknown)} of a "
+                "newer release: pip install -U tilefold.",
             )
         return config
 

@@ -276,7 +276,7 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
         pooled = logits.masked_fill(~keep[..., None], -torch.inf).max(dim=1).values
     else:
         texts = torch.arange(logits.size(0), device=keep.device)
-        pooled = logits[texts, _end_positions(keep, pooling)]
+        pooled = logits[texts, _first_or_last_positions(keep, pooling)]
     # Without a token, the pooled value is -inf or arbitrary. It is set to 0 before the activation,
     # and again after it, because the activation of 0 may be positive.
     has_no_token = ~keep.any(dim=1, keepdim=True)
@@ -299,7 +299,7 @@ def _sum_of_activated(logits: Tensor, keep: Tensor, activation: str) -> Tensor:
     return activated.masked_fill(is_masked, 0).sum(dim=1)
 
 
-def _end_positions(keep: Tensor, pooling: str) -> Tensor:
+def _first_or_last_positions(keep: Tensor, pooling: str) -> Tensor:
     """Return the position of the first or the last pooled token of each text.
 
     Args:

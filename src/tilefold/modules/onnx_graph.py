@@ -136,6 +136,9 @@ class OnnxGraph(FusedPooling, InputModule):
     ) -> Tensor:
         """Run the graph, and return its scores as a dense tensor.
 
+        :class:`FusedPooling` defines the name and the arguments, for modules that compute a head
+        and its pooling in one operator.
+
         Args:
             features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
             head: ignored, because the graph contains the head.

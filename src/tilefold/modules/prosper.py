@@ -44,7 +44,8 @@ class ProsperTransformer(Transformer):
     :func:`tilefold.ops.lsr_head` to the pooled token. Of ``w'`` only its maximum and its values at
     the tokens of the text are formed. Special tokens are not literal terms. ``base_embedding``
     holds ``w``, on which the paper puts its penalty (:class:`tilefold.losses.BaseSpladeLoss`).
-    Windows and norms of either side are a :class:`tilefold.modules.window.LexicalWindow` after it.
+    To prune or normalise the vectors of queries or documents, put a
+    :class:`tilefold.modules.window.LexicalWindow` after this module.
 
     Args:
         model_name_or_path, options: arguments of ``Transformer``, with the task
@@ -111,6 +112,8 @@ class ProsperTransformer(Transformer):
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
         """Compute PROSPER's vectors of a batch, with and without the literal residual.
+
+        The residual is a weight that is added to the terms that occur in the text itself.
 
         Args:
             features: ``input_ids`` and ``attention_mask`` ``[B, S]``; not changed.

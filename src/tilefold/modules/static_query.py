@@ -48,10 +48,11 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v except padding,
     and 0 elsewhere.
 
-    Unlike the stock module, it gives no weight to a padding token that a text contains
-    (:func:`mask_without_padding`), its weights never become negative (the trained IDF of arXiv
-    2411.04403), all terms may share one learned number (the binary encoder of the unified
-    framework, arXiv 2303.13416), and the vocabulary may be larger than the tokenizer's.
+    It differs from ``SparseStaticEmbedding`` of sentence-transformers in four points. A padding
+    token that a text contains has no weight (:func:`mask_without_padding`). Weights never become
+    negative (the trained IDF of arXiv 2411.04403). All terms may share one learned number (the
+    binary encoder of the unified framework, arXiv 2303.13416). The vocabulary may be larger than
+    the tokenizer's.
     :meth:`stock` returns the ``SparseStaticEmbedding`` that computes the same.
 
     Args:
@@ -103,7 +104,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             )
         super().__init__(tokenizer, weight, frozen)
         self.vocab_size = vocab_size
-        # The stock class takes this from the length of the weight, which may be 1.
+        # SparseStaticEmbedding takes this from the length of the weight, which may be 1.
         self.num_dimensions = vocab_size
 
     def fused_scores(

@@ -63,6 +63,9 @@ class LexicalWindow(PoolingModule):
     ) -> Tensor:
         """Prune and normalise the vectors of the preceding module.
 
+        :class:`FusedPooling` defines the name and the arguments, for modules that compute a head
+        and its pooling in one operator.
+
         Args:
             features: vectors ``[B, V]``, dense or CSR, in ``sentence_embedding``.
             head: ignored, because this module pools no logits.

@@ -257,7 +257,7 @@ class TokenWeightHead(LinearParameters):
 
         Args:
             hidden_size: D, the width of the hidden states.
-            vocab_size: V, the number of terms of the scores.
+            vocab_size: V, the number of ids of the tokenizer, which is the width of the scores.
             bias: whether to add a bias to the weight of a token.
             reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
             activation: name of the activation.
@@ -280,17 +280,17 @@ class TokenWeightHead(LinearParameters):
         Args:
             layer: for instance the ``sparse_linear`` of a BGE-M3 model, or the ``tok_proj`` of a
                 uniCOIL model.
-            vocab_size: V, the number of terms of the scores.
+            vocab_size: V, the number of ids of the tokenizer, which is the width of the scores.
             options: ``reduce``, ``activation``, ``ignore_ids`` and ``impl`` of the constructor.
 
         Raises:
             TypeError: if ``layer`` is not an ``nn.Linear``.
-            ValueError: if it has more than one output.
+            ValueError: if the layer has more than one output.
         """
         _check_linear(
             "layer",
             layer,
-            "call tilefold.token_scatter on the output of another layer.",
+            "for a layer of any other kind, call tilefold.token_scatter on its output.",
         )
         if layer.out_features != 1:
             raise ValueError(
