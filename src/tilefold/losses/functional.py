@@ -194,7 +194,7 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     log_alpha_of_2 = math.log(2) / math.log(alpha)  # negative, since alpha is below 1
     # For the shares 0, alpha and 1 the base is infinite, 1 and 0, and so the weight 0, 1/2 and 1.
     base = share.pow(log_alpha_of_2) - 1
-    return 1 / (1 + base.clamp(min=0).pow(beta))
+    return 1 / (1 + base.clamp(min=0).pow(beta))  # rounding may make the base negative
 
 
 def check_df_options(alpha: float, beta: float) -> None:
@@ -306,10 +306,10 @@ def activated_lm_loss(
 ) -> ActivatedLmLoss:
     """Compute the next-token loss that prepares a causal LM head for SPLADE.
 
-    ``CE(H, y) + activated_weight * CE(log1p(relu(H)), y)`` over positions, with ``H = hidden @
-    weight.T + bias`` (CSPLADE, arXiv 2504.10816). Positions are processed `chunk` at a time,
-    forward and (recomputed) backward, so that fp32 logits are at most ``[chunk, V]``. The result is
-    that of one pass, up to the order of sums.
+    It is ``CE(H, y) + activated_weight * CE(log1p(relu(H)), y)``, averaged over positions, with the
+    cross-entropy CE, the labels y and ``H = hidden @ weight.T + bias`` (CSPLADE, arXiv 2504.10816).
+    Positions are processed `chunk` at a time, so that fp32 logits are at most ``[chunk, V]``.
+    Backward computes them again. The result is that of one pass, up to the order of sums.
 
     Args:
         hidden: ``[N, D]`` states, already shifted: position i predicts ``labels[i]``.
@@ -358,7 +358,7 @@ def activated_lm_loss(
             f"got {chunk} and {activated_weight}.",
         )
     sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    # From hidden, so that a batch without positions has a gradient, too.
+    # The sum of no rows is 0. It makes the result depend on hidden, even without positions.
     sums = hidden.new_zeros(3, dtype=sum_dtype) + hidden[:0].sum()
     for start in range(0, len(hidden), chunk):
         positions = slice(start, start + chunk)
@@ -374,7 +374,9 @@ def activated_lm_loss(
             preserve_rng_state=False,
         )
     count = (labels != ignore_index).sum().clamp(min=1)
-    plain_loss, activated_loss, alive = (sums / count).unbind()  # in the order of _loss_sums
+    # In the order of _loss_sums. A position is alive if a logit is positive, so that relu has a
+    # gradient there.
+    plain_loss, activated_loss, alive = (sums / count).unbind()
     return ActivatedLmLoss(
         plain_loss + activated_weight * activated_loss,
         plain_loss.detach(),

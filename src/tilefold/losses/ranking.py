@@ -145,7 +145,7 @@ class PairwiseSoftmaxLoss(nn.Module):
                 of negatives.
             labels: ignored.
         """
-        queries, *documents = _checked_columns(
+        queries, *documents = _columns_in_fp32(
             embeddings,
             at_least=3,
             description="a query, a relevant document and negatives",
@@ -189,7 +189,7 @@ class TermRecallLoss(nn.Module):
         Returns:
             A scalar.
         """
-        queries, documents, *_ = _checked_columns(
+        queries, documents, *_ = _columns_in_fp32(
             embeddings,
             at_least=2,
             description="a query and a relevant document",
@@ -202,15 +202,15 @@ class TermRecallLoss(nn.Module):
         if ranks is not None:
             # the mean over ranks, because DDP averages the gradients of the ranks
             n_terms = sum_over_rows(n_terms, ranks) / dist.get_world_size(ranks)
-        return squared_errors.sum() / n_terms.clamp(min=1)
+        return squared_errors.sum() / n_terms.clamp(min=1)  # 0 without active terms
 
 
-def _checked_columns(
+def _columns_in_fp32(
     embeddings: Sequence[Tensor],
     at_least: int,
     description: str,
 ) -> list[Tensor]:
-    """Check the number of columns of a batch, and cast them to fp32; fp64 stays.
+    """Check the number of columns of a batch, and return them in fp32, or in fp64 as they are.
 
     Args:
         embeddings: vectors ``[B, V]`` of each column of texts: queries, relevant documents, and

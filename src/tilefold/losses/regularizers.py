@@ -152,10 +152,12 @@ class DFFlopsLoss(Regularizer):
     one every weight is 1, which is FLOPS.
 
     Args:
-        alpha, beta: options of the weights; see :func:`df_weights`.
+        alpha, beta: share of documents at which the weight of a term is 0.5, and the steepness of
+            the weights as a function of the share.
         refresh_every: training steps between estimates, or ``None`` for
             :meth:`set_document_frequency` alone.
-        threshold, group: see :class:`GlobalFlopsLoss`.
+        threshold: rows with at most this many nonzero scores count as zero.
+        group: ranks that hold other rows of the batch.
 
     Raises:
         ValueError: if ``refresh_every`` is not positive, or ``alpha`` or ``beta`` out of range.
@@ -244,7 +246,7 @@ class DFFlopsLoss(Regularizer):
         row_group = local.row_group
         if row_group is not None:  # its other ranks hold other documents
             dist.all_reduce(self._counts, group=row_group)
-        n_documents = self._counts[-1].clamp(min=1)
+        n_documents = self._counts[-1].clamp(min=1)  # 0 if all batches were empty
         self.set_document_frequency(self._counts[:-1] / n_documents)
         self._counts = None
 

@@ -83,7 +83,7 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
 
 
 def to_stock(model: nn.Module) -> int:
-    """Replace modules in place by stock modules that compute the same vectors.
+    """Replace modules in place by those of sentence-transformers that compute the same vectors.
 
     A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the
     tokenizer's. A :class:`HeadPooling` becomes a ``SpladePooling`` if that supports its options. Do

@@ -54,7 +54,7 @@ class EchoTransformer(Transformer):
             not make.
     """
 
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         *Transformer.config_keys,
         "query_template",
         "document_template",

@@ -57,7 +57,7 @@ class EpicPooling(PoolingModule):
         importance, quality: ``nn.Linear(D, 1)``.
     """
 
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "hidden_size",
         "ignore_ids",
         "embedding_dimension",

@@ -55,7 +55,7 @@ FUSED_ACTIVATIONS = {
 }
 ACTIVATIONS = tuple(FUSED_ACTIVATIONS)
 
-# activation of the stock SpladePooling -> the operator's name for it
+# activation of SpladePooling of sentence-transformers -> the operator's name for it
 STOCK_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
 # the other direction
 STOCK_NAMES = {activation: stock for stock, activation in STOCK_ACTIVATIONS.items()}
@@ -119,8 +119,9 @@ class ScoreOptions(NamedTuple):
     """Data type, implementation and layout of the scores that a pooling returns.
 
     Attributes:
-        out_dtype: dtype of the scores; see :func:`tilefold.ops.lsr_head`.
-        impl: implementation; see :func:`tilefold.ops.lsr_head`.
+        out_dtype: dtype of the scores; ``None`` for that of the operator's input, or autocast's.
+        impl: implementation of the operator: ``"auto"``, ``"reference"``, ``"tiled"`` or
+            ``"triton"``.
         sparse: which entries of CSR rows are stored; ``None`` for dense rows. A pooling that cannot
             compute CSR rows returns dense ones, which the caller prunes.
     """

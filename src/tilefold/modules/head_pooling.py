@@ -1,4 +1,4 @@
-"""Pooling of the logits of an LM head, with the options that stock ``SpladePooling`` lacks."""
+"""Pooling of the logits of an LM head, with the options that ``SpladePooling`` lacks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class HeadPooling(PoolingModule):
         1
     """
 
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "pooling",
         "activation",
         "logit_scale",

@@ -58,7 +58,7 @@ class OnnxGraph(FusedPooling, InputModule):
 
     reads_logits = False
     config_file_name = "onnx_config.json"
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "vocab_size",
         "sha256",
         "max_seq_length",

@@ -68,7 +68,7 @@ class SplateHead(PoolingModule):
 
     # the Transformer before this module has no LM head
     reads_logits = False
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "hidden_size",
         "vocab_size",
         "adapter_size",

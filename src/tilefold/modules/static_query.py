@@ -67,7 +67,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     """
 
     reads_logits = False
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "frozen",
         "vocab_size",
     ]

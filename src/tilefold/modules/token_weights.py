@@ -58,7 +58,7 @@ class TokenWeights(PoolingModule):
     """
 
     reads_logits = False
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "hidden_size",
         "vocab_size",
         "activation",
@@ -82,7 +82,7 @@ class TokenWeights(PoolingModule):
         Args:
             hidden_size: D, the width of the hidden states.
             vocab_size: V, the number of terms.
-            activation: activation of the weights, as in :class:`HeadPooling`.
+            activation: activation of the weights, such as ``"relu"`` or ``"log1p_softplus"``.
             scale: start of a learned factor on the weights; ``None`` for no factor.
             ignore_ids: token ids that get no weight, for instance the special ones.
             has_scale: whether there is a factor, although ``scale`` is ``None``. The options of a

@@ -30,7 +30,7 @@ class LexicalWindow(PoolingModule):
     """
 
     reads_logits = False
-    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class
+    config_keys: list[str] = [  # noqa: RUF012 - the attribute of the class in sentence-transformers
         "top_k",
         "normalize",
         "embedding_dimension",

@@ -348,7 +348,7 @@ class TokenWeightHead(LinearParameters):
     ) -> Tensor:
         """Compute the scores as a sparse ``[B, V]`` CSR tensor, without gradients.
 
-        See :func:`tilefold.ops.token_scatter_sparse`.
+        Each token gets a weight, and the weights of tokens with the same id are reduced to a score.
 
         Args:
             hidden: hidden states ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.

@@ -71,8 +71,8 @@ def fp8_products(
         ``[N, M]``: bf16 on a GPU, and fp32 on a CPU, or if there are no rows.
 
     Raises:
-        ValueError: if the device cannot multiply fp8, see :func:`check_fp8_device`, or a size is
-            no multiple of 16.
+        ValueError: if the device cannot multiply fp8 (a GPU below compute capability 8.9), or a
+            size is no multiple of 16.
 
     Examples:
         >>> import torch

@@ -183,9 +183,9 @@ def assert_within_budget(
         out: the result.
         reference: the exact result, of the same shape.
         dtype: the dtype whose budget applies. By default the dtype of ``out``.
-        kind: kind of the result, as in :func:`budget`.
+        kind: ``"forward"``, ``"gradient"``, or ``"gradient_bound"`` for small gradients.
         name: name of ``out`` in the error message.
-        sensitivity: sensitivity of the activation's slope, as in :func:`budget`.
+        sensitivity: relative error of the activation's slope divided by that of the score.
 
     Returns:
         The relative error.

@@ -88,7 +88,7 @@ def entmax_attention_inputs(
         q = sharpness * query_waves.expand(batch, -1, -1, -1).clone()
     dout = torch.randn(batch, heads, nq, dim, generator=generator)
     if layout == "packed":
-        inputs = _packed(q, k, v, dout, generator)
+        inputs = _pack_random_lengths(q, k, v, dout, generator)
     else:
         masks: dict[str, Any] = {}
         if layout != "full":
@@ -101,7 +101,7 @@ def entmax_attention_inputs(
     return dataclasses.replace(inputs.cast(dtype).to(device), layout=layout_on_device)
 
 
-def _packed(
+def _pack_random_lengths(
     q: Tensor,
     k: Tensor,
     v: Tensor,

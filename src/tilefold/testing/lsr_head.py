@@ -94,7 +94,7 @@ def lsr_head_inputs(
         length: number of tokens S of the longest sequence.
         dim: width D of the hidden states.
         vocab: number of terms V.
-        layout: padding, as in :func:`tilefold.testing.padding.padding_mask`.
+        layout: padding, one of :data:`tilefold.testing.padding.LAYOUTS`, such as ``"right"``.
         dtype: dtype of the floating-point tensors.
         device: the device of all tensors.
         bias: whether the head has a bias.

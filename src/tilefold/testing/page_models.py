@@ -151,21 +151,21 @@ def build_page_model(
     """
     size = PageModelSize() if size is None else size
     builders = {
-        "colpali": _colpali,
-        "colqwen2": _colqwen2,
-        "colmodernvbert": _colmodernvbert,
+        "colpali": _build_colpali,
+        "colqwen2": _build_colqwen2,
+        "colmodernvbert": _build_colmodernvbert,
     }
     if architecture not in builders:
         raise ValueError(
             f"architecture: expected one of {', '.join(builders)}, got {architecture!r}.",
         )
-    tokenizer = _tokenizer(words, _IMAGE_TOKENS[architecture])
+    tokenizer = _build_tokenizer(words, _IMAGE_TOKENS[architecture])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return builders[architecture](size, tokenizer)
 
 
-def _tokenizer(words: Sequence[str], image_tokens: Sequence[str]) -> Any:
+def _build_tokenizer(words: Sequence[str], image_tokens: Sequence[str]) -> Any:
     """Return a lower-casing tokenizer of words, which splits unknown words into letters.
 
     Args:
@@ -214,8 +214,8 @@ def _text_sizes(size: PageModelSize, vocab_size: int) -> dict[str, Any]:
 
 def _siglip_sizes(size: PageModelSize) -> dict[str, Any]:
     """Return the options of the vision model SigLIP."""
-    own_size = (size.hidden_size, size.n_layers, size.n_heads, 2 * size.hidden_size)
-    hidden_size, n_layers, n_heads, intermediate_size = size.vision or own_size
+    default_sizes = (size.hidden_size, size.n_layers, size.n_heads, 2 * size.hidden_size)
+    hidden_size, n_layers, n_heads, intermediate_size = size.vision or default_sizes
     return {
         "model_type": "siglip_vision_model",
         "hidden_size": hidden_size,
@@ -228,7 +228,7 @@ def _siglip_sizes(size: PageModelSize) -> dict[str, Any]:
     }
 
 
-def _colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
+def _build_colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
     """Return a random ColPali model and its processor: a fixed grid of patches.
 
     Args:
@@ -273,7 +273,7 @@ def _colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
     return ColPaliForRetrieval(config), processor
 
 
-def _colqwen2(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
+def _build_colqwen2(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
     """Return a random ColQwen2 model and its processor: patches by the size of the image.
 
     Args:
@@ -336,11 +336,11 @@ def _colqwen2(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
 def _mrope_section(head_dim: int) -> list[int]:
     """Divide the rotated pairs of an attention head among time, height and width."""
     n_pairs = head_dim // 2
-    n_spatial = 3 * n_pairs // 8
+    n_spatial = 3 * n_pairs // 8  # the share of height, and of width, in Qwen2-VL
     return [n_pairs - 2 * n_spatial, n_spatial, n_spatial]
 
 
-def _colmodernvbert(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
+def _build_colmodernvbert(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
     """Return a random ColModernVBERT model and its processor: tiles and a global image.
 
     Args:

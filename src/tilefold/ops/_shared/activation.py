@@ -83,7 +83,7 @@ def gradient_from_score(grad: Tensor, score: Tensor, activation: str) -> Tensor:
 
 
 def gradient_from_logit(grad: Tensor, logit: Tensor, activation: str) -> Tensor:
-    """Return ``grad * act'(logit)``; see :func:`gradient_from_logit_in_place`."""
+    """Return ``grad * act'(logit)``, the gradient of the logit of an activated ``logit``."""
     return gradient_from_logit_in_place(grad, logit.clone(), activation)
 
 

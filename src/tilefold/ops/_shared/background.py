@@ -27,7 +27,7 @@ class _Task(NamedTuple):
     """A function that waits for a thread.
 
     Attributes:
-        key: what the function makes. Equal keys are made once at a time.
+        key: identifies what the function computes. One task of a key waits or runs at a time.
         function: the function.
         future: finished when the function is. It has no result.
     """
@@ -73,7 +73,7 @@ class BackgroundTasks:
         that needs the result and finds none calls the function again, which raises the error there.
 
         Args:
-            key: what the function makes.
+            key: identifies what the function computes, such as a kernel.
             function: the function. It may run in any thread.
         """
         with self._lock:
@@ -114,7 +114,7 @@ class BackgroundTasks:
                 key, function, future = self._waiting.popleft()
                 if not future.set_running_or_notify_cancel():
                     continue
-            with contextlib.suppress(Exception):  # who needs the result calls the function again
+            with contextlib.suppress(Exception):  # a caller that needs the result gets the error
                 function()
             with self._lock:
                 del self._futures[key]

@@ -38,7 +38,7 @@ def triton_interpreted() -> bool:
 def switched_off() -> bool:
     """Return whether ``TILEFOLD_DISABLE`` is set in the environment, with a warning the first time.
 
-    Models and libraries then stay stock, and ``"auto"`` runs plain torch.
+    Models and libraries are then not accelerated, and ``"auto"`` runs plain torch.
     """
     if os.environ.get(SWITCH, "0") in {"", "0"}:
         return False
@@ -102,7 +102,7 @@ def impl_with_fallback(impl: str, chosen: str) -> str:
 
     Args:
         impl: the implementation that the caller named.
-        chosen: what :func:`chosen_impl` made of it.
+        chosen: the implementation that was chosen for that name.
     """
     return "auto" if impl == "auto" and chosen == "triton" else chosen
 
@@ -116,7 +116,8 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
         operator: name of the operator, to find out whether its kernels failed to build.
 
     Raises:
-        RuntimeError: if ``"triton"`` cannot run; see also :func:`_check_transforms`.
+        RuntimeError: if ``"triton"`` cannot run, or if forward mode or ``torch.func`` would
+            differentiate anything but the reference.
         ValueError: if the name is unknown.
     """
     check_choice("impl", impl, IMPLS)
@@ -162,7 +163,8 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
         impl: one of :data:`IMPLS`.
 
     Raises:
-        RuntimeError: if ``impl`` cannot run here; see :func:`resolve_impl`.
+        RuntimeError: if ``impl`` cannot run on this device, or if forward mode or ``torch.func``
+            would differentiate anything but the reference.
         TypeError: if the kernels do not support the dtype, for ``"triton"``.
         ValueError: if the name is unknown.
     """

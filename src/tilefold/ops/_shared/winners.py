@@ -71,7 +71,7 @@ def _block_maxima(values: Tensor) -> Tensor:
 
 
 def _winners_in_blocks(values: Tensor, block_maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Search the winner of each column in the block of tokens with the largest maximum.
+    """Find the token with the largest value of each column, in the block with the largest maximum.
 
     Args:
         values: ``[n, L, C]``.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilefold.ops._shared.offsets import sequences_of_rows
+from tilefold.ops._shared.plan import cdiv
 from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors, exponents
 
 SPARSITY_BLOCK = 64
@@ -80,7 +81,7 @@ class EntmaxStats(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Thresholds, support sizes and residuals of rows; see :class:`EntmaxStats`."""
+    """Thresholds, support sizes and residuals of rows, as :class:`EntmaxStats` defines them."""
 
     tau: Tensor
     support: Tensor
@@ -198,6 +199,7 @@ def count_visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> 
         keep = torch.ones(1, padded_keys, dtype=torch.bool, device=q.device)
     else:
         keep = mask != 0
+    # With more queries than keys, the range of a query may lie outside of the keys.
     n_kept_before = pad(keep.cumsum(dim=1), (1, 0))  # [B, Nk + 1]
     counts = (
         n_kept_before[:, stop.clamp(0, padded_keys)]
@@ -398,7 +400,7 @@ def _score_matrices(
                 sequences=torch.zeros_like(queries),
                 positions=queries + k.size(2) - q.size(2),
                 blocks=queries // block,
-                n_blocks=-(-q.size(2) // block),
+                n_blocks=cdiv(q.size(2), block),
                 unmasked=None if query_padding_mask is None else query_padding_mask[sequence] != 0,
             ),
             _Tokens(
@@ -406,7 +408,7 @@ def _score_matrices(
                 sequences=torch.zeros_like(keys),
                 positions=keys,
                 blocks=keys // block,
-                n_blocks=-(-k.size(2) // block),
+                n_blocks=cdiv(k.size(2), block),
                 unmasked=None if mask is None else mask[sequence] != 0,
             ),
         )

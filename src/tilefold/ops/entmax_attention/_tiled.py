@@ -200,7 +200,7 @@ def _recomputed_probabilities(
         scores: ``[b, H, n, Nk]``, minus infinity for pairs that may not attend.
         peak: ``[b, H, n, 1]`` largest score of the row, minus infinity if it has no key.
         root: ``[b, H, n, 1]`` solution of the row's equation: ``log p_max``, or for alpha 1.5 and 2
-            the power ``p_max^(alpha - 1)``; see :func:`entmax_root.solve`.
+            the power ``p_max^(alpha - 1)``, of its largest probability ``p_max``.
         mass: ``[b, H, n, 1]`` sum of the unnormalized probabilities of this root, nearly 1.
         alpha_minus_1: ``[H, 1, 1]`` or ``[1, 1, 1]``.
         formula: closed form for alpha = 1, 1.5 or 2, or :data:`GENERIC`.

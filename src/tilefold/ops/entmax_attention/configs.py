@@ -378,6 +378,6 @@ def row_tiles(tensor: Tensor, rows: int, tensors: AttentionTensors) -> int:
         rows: rows of a tile.
         tensors: tensors of the call.
     """
-    if tensors.packed:
+    if tensors.packed:  # complete tiles, and at most one incomplete tile of each sequence
         return tensor.size(0) // rows + tensors.batch
     return tensors.batch * cdiv(tensor.size(2), rows)

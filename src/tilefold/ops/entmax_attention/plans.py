@@ -68,7 +68,7 @@ def forward(
     computes the output.
 
     Args:
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: checked options.
         training: whether backward may follow.
         setting: facts about the device.
@@ -134,7 +134,7 @@ def _skip_unneeded_results(
 
     Args:
         builder: the plan so far.
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: checked options.
         strategy: ``RESIDENT`` keeps the scores of a row on chip, ``LISTS`` lists the blocks with a
             positive weight, and ``SHORT`` visits all blocks.
@@ -164,7 +164,7 @@ def _add_check_of_offsets(
 
     Args:
         builder: the plan so far.
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: checked options.
         setting: facts about the device.
     """
@@ -258,7 +258,7 @@ def backward(
 
     Args:
         dout: layout of the gradient of the output.
-        saved: layouts of what the forward pass saved.
+        saved: what the forward pass saved, on the meta device.
         options: checked options.
         needs: whether the gradients of q, k, v and alpha are needed.
         setting: facts about the device.
@@ -453,7 +453,7 @@ def _max_key_tiles(
     """Return the largest number of tiles of keys of one sequence.
 
     Args:
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: checked options.
         key_tiles: the tiles of keys of the batch.
     """
@@ -471,7 +471,7 @@ def _plan_builder(
     """Return a plan builder with the parameters that the kernels of a call share.
 
     Args:
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: checked options.
         config: the configuration of the kernels.
         tile_rows: number of queries of a tile.

@@ -73,7 +73,7 @@ def _padded_tokens(tensors: HeadTensors, options: HeadOptions) -> tuple[Tensor, 
     hidden = tensors.hidden
     if tensors.cu_seqlens is not None:
         check_values(tensors, options)
-        hidden, valid = _padded(hidden, tensors.cu_seqlens)
+        hidden, valid = _pad_packed(hidden, tensors.cu_seqlens)
     elif tensors.attention_mask is None:
         valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     else:
@@ -85,7 +85,7 @@ def _padded_tokens(tensors: HeadTensors, options: HeadOptions) -> tuple[Tensor, 
     return hidden, valid
 
 
-def _padded(rows: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _pad_packed(rows: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Pad packed rows ``[T, D]`` to the longest sequence.
 
     Returns:

@@ -435,7 +435,7 @@ def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, di
 
 
 def rounded_rows(dim: int, group: int) -> int:
-    """Return how many rows the screen rounds to integers at a time.
+    """Return how many rows are rounded to int8 at a time, before the product of the screen.
 
     Args:
         dim: D.
@@ -483,11 +483,11 @@ class Splits(NamedTuple):
 def plan_splits(work: ForwardWork, setting: Setting) -> Splits:
     """Choose how the token tiles are divided into splits.
 
-    A program instance takes items: a tile of the vocabulary, and a split of the token tiles. The
-    choice gives the least work to the busiest instance. Work is counted in tiles: an item costs a
-    part of a tile more, and reading operands from memory lengthens each tile
-    (:func:`_reads_per_product`). How many rows of ragged sequences are valid is known on the device
-    only, so the choice is then the best on average over several shares.
+    A program instance computes one item after another. An item is a tile of the vocabulary with a
+    split of the token tiles. The choice gives the least work to the busiest instance. Work is
+    counted in tiles: an item costs a part of a tile more, and reading operands from memory
+    lengthens each tile. If sequences differ in length, only the device knows how many rows are
+    valid. The choice is then the best on average over several shares of valid rows.
 
     Args:
         work: the product and its tiles.
@@ -509,7 +509,7 @@ def plan_splits(work: ForwardWork, setting: Setting) -> Splits:
     tile_counts = [max(1, cdiv(int(work.n_rows * share), work.block_t)) for share in shares]
     n_vocabulary_tiles = cdiv(work.vocab, work.block_v)
 
-    def busiest_instance(splits: int) -> float:
+    def cost_of_busiest_instance(splits: int) -> float:
         """Cost of the busiest instance, summed over the shares, relative to all tiles."""
         total = 0.0
         for n_tiles in tile_counts:
@@ -521,7 +521,7 @@ def plan_splits(work: ForwardWork, setting: Setting) -> Splits:
         return total
 
     numbers = range(1, min(tile_counts[-1], max_splits) + 1)
-    return Splits(min(numbers, key=busiest_instance), multiple)
+    return Splits(min(numbers, key=cost_of_busiest_instance), multiple)
 
 
 def _reads_per_product(

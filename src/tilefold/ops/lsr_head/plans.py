@@ -128,8 +128,10 @@ class HeadPlanBuilder(PlanBuilder):
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
     """Record the plan of the forward pass: the scores, and the winners if backward may follow.
 
+    A plan lists buffers and kernel launches as data. A winner is the token with the largest logit.
+
     Args:
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: the checked options.
         training: whether backward may follow.
         setting: the device and its precision settings.
@@ -167,7 +169,7 @@ def backward(
 
     Args:
         dscores: layout of the gradient of the scores, with any strides.
-        saved: layouts of the saved tensors.
+        saved: the saved tensors, without values, on the meta device.
         options: the checked options.
         needs: whether the gradients of hidden, weight and bias are needed.
         setting: the device and its precision settings.
@@ -225,13 +227,13 @@ class _Rows(NamedTuple):
 def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
     """Add the kernels that compute the scores and the winners of max pooling.
 
-    Rows are packed first, unless every sequence consists of whole groups of rows. A persistent
-    kernel then computes the scores. If it splits sequences over program instances, each instance
-    writes maxima of its part, and a last kernel combines them.
+    Valid tokens are packed first, so that every sequence begins at a multiple of ``GROUP`` rows. A
+    persistent kernel then computes the scores. If it splits sequences over program instances, each
+    instance writes maxima of its part, and a last kernel combines them.
 
     Args:
         builder: the plan so far.
-        training: whether winners are needed.
+        training: whether winners, the tokens with the largest logits, are needed.
     """
     setting = builder.setting
     vocab = builder.vocab
@@ -271,6 +273,7 @@ def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
     if builder.quantized:
         _quantize_rows(builder, rows.n_rows, tile_rows=block_t, dtype=dtype)
 
+    # The size of a split is a multiple of these rows: of a sequence's rows, if it has whole tiles.
     split_rows = splits.multiple * block_t
     splits_end_at_sequences = not rows.are_packed and split_rows % rows.uniform_length == 0
     has_partial_maxima = splits.number > 1 and not splits_end_at_sequences
@@ -342,7 +345,9 @@ def _add_max_kernel(
     rows: _Rows,
     dtype: torch.dtype,
 ) -> None:
-    """Add the launch of the persistent kernel, after a screen if that may save work.
+    """Add the launch of the persistent kernel of max pooling, after a screen if that may save work.
+
+    A screen is a product of int8 that excludes the scores which cannot be positive.
 
     Args:
         builder: the plan so far.
@@ -354,7 +359,7 @@ def _add_max_kernel(
     builder.set_parameters(SCREENED=False, sample_limit=0, limit=0)
     kernel: Any = max_forward_kernel
     weight_block = config["BLOCK_V"]
-    make_descriptor: Callable[[int, int, torch.dtype], Callable[..., Any]] = _descriptor
+    make_descriptor: Callable[[int, int, torch.dtype], Callable[..., Any]] = _descriptor_maker
     constants = dict(config)
     if config["WARP_ROLES"]:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
@@ -394,7 +399,11 @@ def _add_max_kernel(
     )
 
 
-def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:
+def _descriptor_maker(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Callable[..., TensorDescriptor]:
     """Return a function that makes TMA descriptors with tiles ``[rows, columns]``."""
     return functools.partial(TensorDescriptor, block_shape=[rows, columns])
 
@@ -457,10 +466,10 @@ def _add_sample(
     n_sampled_sequences: int,
     n_sampled_blocks: int,
 ) -> None:
-    """Add the kernels that count which scores of a sample can be positive.
+    """Add the kernels that count how many scores of a sample can be positive.
 
-    The kernel that adds up the counts also finds the largest entry of each sequence, as the scale
-    for its rounding.
+    The kernel that adds up the counts also finds the largest entry of each sequence, which
+    determines the scale when the sequence is rounded to int8.
 
     Args:
         builder: the plan so far.
@@ -504,7 +513,7 @@ def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
     """Add the kernel that marks the scores that can be positive, by a product of int8.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         rows: the packed token states.
     """
     from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
@@ -565,15 +574,16 @@ def _add_listed_scores(builder: HeadPlanBuilder) -> None:
 
 
 def _pack_rows(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
-    """Add the kernels that pack valid tokens, unless all sequences are whole groups of rows.
+    """Add the kernels that pack valid tokens, unless there is no mask and ``group`` divides S.
 
     Later kernels read the packed rows in place of ``hidden``. In them each sequence begins at a
     multiple of ``group`` rows. The kernels also write the scores of empty sequences.
 
     Args:
         builder: the plan so far.
-        group: rows of a group.
-        training: whether winners are needed, for which packed rows have positions.
+        group: number of rows at whose multiples sequences must begin.
+        training: whether backward needs the tokens with the largest logits. The position of each
+            packed row in its sequence is then stored, too.
     """
     tokens = builder.tokens
     is_padded = tokens.cu_seqlens is None
@@ -612,7 +622,7 @@ def _pack_padded_rows(builder: HeadPlanBuilder) -> None:
     than a launch. For a large mask, another kernel counts them first.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
     """
     tokens = builder.tokens
     has_mask = tokens.attention_mask is not None
@@ -649,7 +659,7 @@ def _add_max_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
     A score passes its gradient on only to its winner, the token whose logit is the maximum.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         needs: which gradients are needed.
     """
     if builder.vocab > max_backward.MAX_VOCAB:
@@ -669,11 +679,11 @@ def _add_max_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
 def _add_max_dhidden(builder: HeadPlanBuilder) -> None:
     """Add the kernels that compute the gradient of the token states for max pooling.
 
-    Three kernels work on tiles of token states. The first counts the scores whose winners are in
-    the tile. The second lists these scores. The third multiplies their gradients with their rows of
-    the weight. The first two kernels split the vocabulary over program instances. An instance
-    lists scores after those of all instances before it, so counts are added up: in the second
-    kernel, or by torch if there are many.
+    Three kernels work on tiles of token states. The first counts the scores whose largest logit is
+    that of a token in the tile. The second lists these scores. The third multiplies their gradients
+    with their rows of the weight. The first two kernels split the vocabulary over program
+    instances. An instance lists scores after those of all instances before it, so counts are added
+    up: in the second kernel, or by torch if there are many.
     """
     dtype = builder.dtype
     tokens = builder.tokens
@@ -708,10 +718,11 @@ def _add_max_dweight(builder: HeadPlanBuilder, needs: Needs) -> None:
     """Add the kernel that computes the gradients of weight and bias for max pooling.
 
     Each program instance computes tiles of the weight's gradient, one after another. It lists the
-    winners of a tile in scratch memory that no other instance uses.
+    winners of a tile, the tokens with the largest logits, in scratch memory that no other instance
+    uses.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         needs: which gradients are needed.
     """
     config = configs.constants_of(
@@ -744,7 +755,7 @@ def _add_sum_forward(builder: HeadPlanBuilder, training: bool) -> None:
     The scores are NaN if ``cu_seqlens`` is invalid, which another kernel checks before.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         training: whether a backward pass may follow.
     """
     config = configs.constants_of(configs.SUM, builder.dtype, builder.setting)
@@ -765,7 +776,7 @@ def _add_sum_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
     A kernel computes the logits again, and the gradients of the logits from them. These are then
     multiplied with hidden and with the weight: by kernels for few rows, otherwise by torch. For few
     rows, torch would spend most of the time on launches, and on a copy of the weight's gradient in
-    fp32. The kernels do not scale gradients of sums, which fp16 needs.
+    fp32. In fp16, torch always multiplies: the gradients must be scaled, which kernels do not do.
     """
     dtype = builder.dtype
     hidden = builder.tokens.hidden

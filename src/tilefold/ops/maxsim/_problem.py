@@ -118,7 +118,8 @@ class MaxSimSaved(NamedTuple):
 
     Attributes:
         queries: as in :class:`MaxSimTensors`, like the next six attributes.
-        saved: winners or smooth maxima; see the module's docstring.
+        saved: for each query token, the position of the document token with the maximum (the
+            winner), or the smooth maximum; the module's docstring has its layout.
         query_norms: ``[Tq]`` fp32 inverse norms, or ``None`` if rows are not normalized.
         document_norms: ``[Td]`` fp32 inverse norms, or ``None`` if rows are not normalized.
         row_query: ``[Tq]`` int32 query of each packed row, for all pairs, or ``None``.

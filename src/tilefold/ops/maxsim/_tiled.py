@@ -202,7 +202,7 @@ def _add_fully_masked_documents(
         documents: the tokens of all documents.
         scores: the scores, to which this is added.
     """
-    n_tokens = documents.sizes.clamp(min=1).to(scores.dtype)
+    n_tokens = documents.sizes.clamp(min=1).to(scores.dtype)  # an empty document scores log(1) = 0
     is_fully_masked = documents.counts == 0
     maxima = torch.where(is_fully_masked, problem.temperature * n_tokens.log(), 0)
     n_query_tokens = queries.counts.to(scores.dtype)

@@ -552,7 +552,7 @@ def backward_config(
     Args:
         kernel: name of the kernel: ``"row"`` (query gradient, a program for each query token),
             ``"rows"`` (query gradient, a program for several query tokens), ``"documents"``
-            (document gradient), ``"listed"`` (document gradient, from lists of winners) or
+            (document gradient), ``"listed"`` (document gradient, from lists of query tokens) or
             ``"smooth"`` (gradients of smooth maxima).
         capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
         dtype: dtype of the tensors.

@@ -222,7 +222,7 @@ def forward(
     A plan lists buffers and kernel launches as data.
 
     Args:
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: checked options.
         training: whether backward may follow. Otherwise only scores are computed.
         setting: facts about the device.
@@ -620,7 +620,7 @@ def xtr_forward(
     """Return no plan: torch operations compute XTR scores. Only the dtype is checked.
 
     Args:
-        tensors: layouts of the tensors.
+        tensors: shapes, strides and dtypes of the tensors, on the meta device.
         options: not used.
         training: not used.
         setting: facts about the device.
@@ -642,7 +642,7 @@ def xtr_backward(
 
     Args:
         dscores: layout of the gradient of the scores.
-        saved: layouts of what the forward pass saved.
+        saved: what the forward pass saved, on the meta device.
         options: checked options.
         needs: whether the gradients of queries and documents are needed.
         setting: facts about the device.
@@ -670,7 +670,7 @@ def backward(
 
     Args:
         dscores: layout of the gradient of the scores.
-        saved: layouts of what the forward pass saved.
+        saved: what the forward pass saved, on the meta device.
         options: checked options.
         needs: whether the gradients of queries and of documents are needed.
         setting: facts about the device.

@@ -136,5 +136,6 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
     if dtype == torch.int8:
         values = values.round_()
+    # A token with NaN or infinity has such a scale, too, so its values do not matter.
     values = values.nan_to_num_(0.0).clamp_(-max_value, max_value)
     return values.to(dtype), scales

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.plan import cdiv
 from tilefold.ops.sparse_search._problem import (
     DenseSearchTensors,
     SearchOptions,
@@ -19,7 +20,7 @@ MAX_EXPONENT = 126  # of a factor, so that it and its inverse are normal numbers
 
 
 def scores(tensors: SearchTensors, options: SearchOptions) -> Tensor:
-    """Compute the scores ``[Nq, N]`` in fp32: sums of products in fixed point.
+    """Compute the scores ``[Nq, N]`` of all documents in fp32: sums of products in fixed point.
 
     The score is 0 for a document that shares no term with the query.
 
@@ -56,6 +57,7 @@ def _query_scores(
     products = matches.query_weights * tensors.postings[matches.postings]
     upper_bound = (weights * tensors.largest[terms]).sum()  # no score is higher
     exponent = torch.frexp(upper_bound).exponent  # the bound is below 2^exponent
+    # Products are multiplied by 2^shift. It and its inverse must be normal numbers of fp32.
     shift = (SUM_BITS - exponent).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     one = torch.ones((), device=terms.device)
     rounded = (products * torch.ldexp(one, shift) + 0.5).floor()
@@ -88,6 +90,8 @@ def _matching_postings(
 ) -> _Matches:
     """Return the postings of a query's terms, which are one list for each block and term.
 
+    A posting is a document with its weight for a term. A block is 8,192 consecutive documents.
+
     Args:
         terms: terms of the query, in the vocabulary.
         weights: their weights.
@@ -95,7 +99,7 @@ def _matching_postings(
         options: numbers of documents and of terms.
     """
     n_terms = options.n_terms
-    n_blocks = -(-options.n_documents // BLOCK)
+    n_blocks = cdiv(options.n_documents, BLOCK)
     first_keys = torch.arange(n_blocks, device=terms.device)[:, None] * n_terms
     keys = (first_keys + terms).flatten()  # block * n_terms + term, one for each list
     list_starts = tensors.offsets[keys]
@@ -149,7 +153,7 @@ def topk_of_dense(
     tensors: DenseSearchTensors,
     options: SearchOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`topk` returns for dense queries, and the number of their terms.
+    """Return the ``k`` highest scores of dense queries, their documents, and the numbers of terms.
 
     A query with a weight that is negative, infinite or NaN finds nothing, and has -1 terms.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting, power_of_two
+from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting, cdiv, power_of_two
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.sparse_search._problem import (
     DenseSearchTensors,
@@ -116,12 +116,12 @@ def _add_search(
 ) -> None:
     """Add the steps of a search: the scores of all documents, then each query's best documents.
 
-    The first kernel also writes the highest score of each group of documents, and of each group of
-    groups. The second kernel searches the best groups of groups, then the best groups in them, then
-    the best documents in those.
+    The first kernel also writes the highest score of each group of 64 documents, and of each group
+    of 64 such groups, a high group. The second kernel searches the best high groups, then the best
+    groups in them, then the best documents in these groups.
 
     Args:
-        builder: the recorder of the plan.
+        builder: the plan so far.
         options: the checked options.
         setting: the device.
         n_queries: number of queries.
@@ -130,7 +130,7 @@ def _add_search(
     """
     k = options.k
     n_documents = options.n_documents
-    n_blocks = -(-n_documents // BLOCK)
+    n_blocks = cdiv(n_documents, BLOCK)
     n_groups = n_blocks * (BLOCK // GROUP)
     n_high_groups = n_groups // GROUP
     # The largest number of groups that a search lists: a multiple of GROUP above k, but no more

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.plan import cdiv
+
 BLOCK = 8192  # documents of a block, whose sums are in shared memory: 32 KB
 SLAB = 1 << 25  # postings that are sorted into blocks at a time
 
@@ -45,7 +47,7 @@ class BlockedPostings:
     @property
     def n_blocks(self) -> int:
         """Number of blocks."""
-        return -(-self.n_documents // BLOCK)
+        return cdiv(self.n_documents, BLOCK)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +79,7 @@ class BlockedPostings:
         """
         device = torch.device(device)
         n_terms = offsets.numel() - 1
-        n_blocks = -(-n_documents // BLOCK)
+        n_blocks = cdiv(n_documents, BLOCK)
         n_postings = documents.numel()
         document_counts = offsets.diff().to(device)
         key_counts = torch.zeros(n_blocks * n_terms, dtype=torch.int64, device=device)

@@ -45,8 +45,8 @@ class _Padded(NamedTuple):
     valid: Tensor
 
 
-def _padded(tensors: ScatterTensors, valid: Tensor) -> _Padded:
-    """Pad packed sequences to the longest one, with invalid tokens; keep padded ones.
+def _pad_packed(tensors: ScatterTensors, valid: Tensor) -> _Padded:
+    """Pad packed sequences to the longest one with invalid tokens. Padded ones stay as they are.
 
     Args:
         tensors: tensors of the call.
@@ -77,7 +77,7 @@ def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
         tensors: tensors of the call.
         options: checked options.
     """
-    weights, ids, valid = _padded(tensors, checked_valid_tokens(tensors, options))
+    weights, ids, valid = _pad_packed(tensors, checked_valid_tokens(tensors, options))
     out_dtype = options.out_dtype
     if valid.size(1) == 0:
         zeros = weights.new_zeros(valid.size(0), options.vocab_size, dtype=out_dtype)

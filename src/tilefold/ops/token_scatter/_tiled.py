@@ -92,13 +92,13 @@ def forward(
     if options.reduce == "sum":
         groups = group_by_entry(tokens.entries)
         scores[groups.entries] = groups.reduce(values, "sum").to(options.out_dtype)
-        differentiable = tokens.positions
+        positions_with_gradient = tokens.positions
     elif training:
         # A maximum passes its gradient to one token. A score of 0 has no gradient, NaN has one.
         winners = _first_maxima(tokens)
         winners = winners[~(values[winners] <= 0)]
         scores[tokens.entries[winners]] = values[winners].to(options.out_dtype)
-        differentiable = tokens.positions[winners]
+        positions_with_gradient = tokens.positions[winners]
     else:
         # Rounding is monotone, so the largest rounded value is the rounded largest value.
         scores.scatter_reduce_(0, tokens.entries, values.to(options.out_dtype), "amax")
@@ -106,7 +106,7 @@ def forward(
     if not training:
         return scores, torch.zeros(0, dtype=torch.uint8, device=device)
     has_gradient = torch.zeros(tensors.weights.numel(), dtype=torch.uint8, device=device)
-    has_gradient[differentiable] = 1
+    has_gradient[positions_with_gradient] = 1
     return scores, has_gradient.view(tensors.weights.shape)
 
 
@@ -119,15 +119,15 @@ def _first_maxima(tokens: ValidTokens) -> Tensor:
     Returns:
         ``[K]`` int64 positions among the valid tokens.
     """
-    # Number k of a token means that its entry is the k-th distinct one.
-    distinct, numbers = torch.unique(tokens.entries, return_inverse=True)
+    # entry_numbers[i] = k: the entry of token i is the k-th distinct one.
+    distinct, entry_numbers = torch.unique(tokens.entries, return_inverse=True)
     largest = tokens.weights.new_full(distinct.shape, float("-inf"))
-    largest.scatter_reduce_(0, numbers, tokens.weights, "amax")
-    largest = largest[numbers]  # the largest weight of each token's entry
+    largest.scatter_reduce_(0, entry_numbers, tokens.weights, "amax")
+    largest = largest[entry_numbers]  # the largest weight of each token's entry
     is_largest = (tokens.weights == largest) | (tokens.weights.isnan() & largest.isnan())
     # Several tokens of an entry may have the largest weight. The first of them is selected.
     candidates = is_largest.nonzero().squeeze(1)
-    candidate_numbers = numbers[candidates]
+    candidate_numbers = entry_numbers[candidates]
     first = torch.full_like(distinct, tokens.entries.numel())
     first.scatter_reduce_(0, candidate_numbers, candidates, "amin")
     return candidates[first[candidate_numbers] == candidates]
@@ -141,12 +141,12 @@ def backward(
 ) -> tuple[Tensor]:
     """Compute the gradient of the weights.
 
-    A token of :attr:`ScatterSaved.counted` gets the gradient of its score, times the slope of the
-    activation. Other tokens get 0.
+    In a sum, all valid tokens have a gradient, in a maximum the token with the largest weight. It
+    is the gradient of the token's score, times the slope of the activation. Other tokens get 0.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores.
-        saved: tensors of the call, and which tokens have a gradient.
+        saved: tensors of the call, and in ``counted`` which tokens have a gradient.
         options: the checked options.
         needs: ignored, since only the weights have a gradient.
 
@@ -175,8 +175,10 @@ def to_csr(
 ) -> Tensor:
     """Return the scores above ``min_weight`` as a CSR tensor ``[B, V]``.
 
+    An entry of the scores is a sequence and a vocabulary id. Only those of tokens are computed.
+
     Args:
-        tensors: the tensors.
+        tensors: weights and ids of the tokens, with their mask or offsets.
         options: the checked options.
         top_k: largest number of entries per row; ``None`` selects all.
         min_weight: scores must exceed it. NaN is always selected.
@@ -188,10 +190,10 @@ def to_csr(
     scores = groups.reduce(activate(tokens.weights, options.activation), options.reduce)
     if options.reduce == "max":
         scores = scores.clamp(min=0)  # as in the dense scores, where maxima start at 0; NaN stays
-    selected = ~(scores <= min_weight)
-    scores = scores[selected]
-    rows = groups.entries[selected] // vocab_size
-    columns = groups.entries[selected] % vocab_size
+    is_selected = ~(scores <= min_weight)  # true for NaN, too
+    scores = scores[is_selected]
+    rows = groups.entries[is_selected] // vocab_size
+    columns = groups.entries[is_selected] % vocab_size
     if top_k is not None:
         largest = _largest_of_rows(rows, scores, n_rows=batch, top_k=top_k)
         rows = rows[largest]

@@ -129,7 +129,7 @@ def token_scatter(
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
     ignored = () if ignore_ids is None else _as_tuple(ignore_ids)
     options = (vocab_size, reduce, activation, ignored, out_dtype)
-    scores: Tensor = SCATTER(tensors, options, impl, _checked)[0]
+    scores: Tensor = SCATTER(tensors, options, impl, _check_arguments)[0]
     return scores
 
 
@@ -177,7 +177,7 @@ def token_scatter_sparse(
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
     ignored = () if ignore_ids is None else _as_tuple(ignore_ids)
-    checked = _checked(tensors, vocab_size, reduce, activation, ignored, out_dtype)
+    checked = _check_arguments(tensors, vocab_size, reduce, activation, ignored, out_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
@@ -190,7 +190,7 @@ def token_scatter_sparse(
         return _tiled.to_csr(tensors, checked.options, top_k, min_weight)
 
 
-def _checked(
+def _check_arguments(
     tensors: ScatterTensors,
     vocab_size: int,
     reduce: str,

@@ -65,7 +65,7 @@ def forward(
     is_packed = tensors.cu_seqlens is not None
     if batch == 0 or (n_tokens == 0 and not is_packed):
         return Plan(fills={"scores": 0})
-    sequences = _sequences(tensors.weights, is_packed, setting)
+    sequences = _describe_sequences(tensors.weights, is_packed, setting)
     is_sum = options.reduce == "sum"
     builder = PlanBuilder(tensors=PARAMETER_TENSORS)
     builder.fill("scores", 0)
@@ -73,8 +73,8 @@ def forward(
     table = "scores"
     if options.out_dtype.itemsize == 2 and sequences.length_bound > UINT16_POSITIONS:
         table = builder.add_buffer("table", (batch, options.vocab_size), torch.int32)
+    # Scratch of the kernel, with a slot for each token. Sums need three positions, maxima one.
     builder.add_buffer("slots", (n_tokens,), torch.int64)
-    # Sums need three numbers per token, maxima one.
     n_positions = 3 * n_tokens if is_sum else n_tokens
     builder.add_buffer("slot_positions", (n_positions,), torch.int32)
     builder.add_launch(
@@ -109,12 +109,12 @@ def backward(
 ) -> Plan:
     """Record the plan of the gradient of the weights: the launch of one kernel over the tokens.
 
-    A token of :attr:`ScatterSaved.counted` gets the gradient of its score, times the slope of the
-    activation.
+    A token that is marked in ``counted`` gets the gradient of its score, times the slope of the
+    activation. In a sum these are all valid tokens, in a maximum those with the largest weight.
 
     Args:
         dscores: layout of the gradient of the scores, ``[B, V]`` with any strides.
-        saved: layouts of the saved tensors.
+        saved: layouts of the saved tensors, with ``counted``.
         options: the checked options.
         needs: ignored, since only the weights have a gradient.
         setting: the device.
@@ -124,7 +124,7 @@ def backward(
     is_packed = saved.cu_seqlens is not None
     if batch == 0 or n_tokens == 0:
         return Plan(fills={"dweights": 0})
-    sequences = _sequences(saved.weights, is_packed, setting)
+    sequences = _describe_sequences(saved.weights, is_packed, setting)
     # An instance handles one block of tokens at a time. The lengths of packed sequences are unknown
     # here, so each sequence gets as many instances as one of average length needs.
     average_blocks = n_tokens // (batch * sequences.config["BLOCK"])
@@ -164,7 +164,7 @@ class _Sequences(NamedTuple):
     config: dict[str, int]
 
 
-def _sequences(weights: Tensor, is_packed: bool, setting: Setting) -> _Sequences:
+def _describe_sequences(weights: Tensor, is_packed: bool, setting: Setting) -> _Sequences:
     """Describe the sequences of padded ``[B, S]`` or packed ``[T]`` weights."""
     length_bound = weights.numel() if is_packed else weights.size(1)
     return _Sequences(
