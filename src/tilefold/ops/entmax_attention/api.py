@@ -76,7 +76,8 @@ class AttentionResults(NamedTuple):
         out2: the second output, like ``q``: the mean of the values with the weights
             ``u = p^(2 - alpha)``. Kernels subtract ``delta = dout . out2`` in backward.
         stats: ``[4, B, H, Nq]`` statistics of the rows.
-        live: map of live blocks, see :func:`live_shape`.
+        live: map of live blocks: one bit for each head, tile of queries and block of keys, set if
+            a weight in the block is positive.
     """
 
     out: Buffer

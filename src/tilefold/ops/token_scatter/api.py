@@ -53,7 +53,8 @@ SCATTER = Operator(
 def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
     """Return the implementation that ``token_scatter(weights, ..., impl=impl)`` runs.
 
-    See :func:`tilefold.ops.lsr_head.chosen_impl`.
+    ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that can run the
+    kernels, and else ``"tiled"``.
     """
     return SCATTER.chosen_impl(weights, impl)
 
@@ -156,7 +157,7 @@ def token_scatter_sparse(
 
     Args:
         weights, input_ids, vocab_size, attention_mask, cu_seqlens, reduce, activation, ignore_ids,
-            out_dtype: as in :func:`token_scatter`.
+            out_dtype: those of :func:`token_scatter`.
         top_k: largest number of entries per row. The largest scores are selected, and among equal
             ones those with the lowest vocabulary index. ``None`` selects all.
         min_weight: only entries strictly greater than this are selected. NaN always is, so that it
