@@ -143,7 +143,8 @@ ATTENTION = Operator(
 def chosen_impl(q: Tensor, impl: str = "auto") -> str:
     """Return the implementation of ``entmax_attention(q, ..., impl=impl)``.
 
-    See :func:`tilefold.ops.lsr_head.chosen_impl`.
+    ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that can run the
+    kernels, and else ``"tiled"``.
     """
     return ATTENTION.chosen_impl(q, impl)
 
