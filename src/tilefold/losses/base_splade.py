@@ -22,9 +22,9 @@ JOINED = "joined_columns"
 class BaseSpladeLoss(SpladeLoss):
     """A ``SpladeLoss`` that ranks by ``sentence_embedding`` and penalises ``base_embedding``.
 
-    The model writes both. The base embedding is the vector before a residual, a window and a norm
-    (PROSPER, arXiv 2510.18527). Arguments, weights
-    and their schedule are those of ``SpladeLoss``. Each column of texts is one forward.
+    The model writes both. The base embedding is the vector before weight is added for the terms of
+    the text itself, before pruning and before normalisation (PROSPER, arXiv 2510.18527). Arguments,
+    weights and their schedule are those of ``SpladeLoss``. Each column of texts is one forward.
 
     Raises:
         ValueError: in forward, if the model returns no ``base_embedding``.
@@ -37,8 +37,8 @@ class BaseSpladeLoss(SpladeLoss):
     ) -> dict[str, Tensor]:
         """Compute the ranking loss of the final vectors, and the penalties of the base vectors.
 
-        A model first predicts a base vector. It then adds weights for the terms of the text itself,
-        sets scores outside of a range to 0, and normalises; the result is the final vector.
+        A model first predicts a base vector. The final vector has additional weight for the terms
+        of the text itself, holds only the largest scores, and is normalised.
 
         Args:
             sentence_features: the columns of the batch: queries, relevant documents, and negatives

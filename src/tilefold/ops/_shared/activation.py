@@ -83,7 +83,7 @@ def gradient_from_score(grad: Tensor, score: Tensor, activation: str) -> Tensor:
 
 
 def gradient_from_logit(grad: Tensor, logit: Tensor, activation: str) -> Tensor:
-    """Return ``grad * act'(logit)``, the gradient of the logit of an activated ``logit``."""
+    """Return ``grad * act'(logit)``, the gradient of a logit from that of its activated value."""
     return gradient_from_logit_in_place(grad, logit.clone(), activation)
 
 

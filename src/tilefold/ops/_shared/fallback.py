@@ -97,7 +97,10 @@ def failure_of(kernel: str, device: torch.device) -> str | None:
 
 
 def warn_and_record_failure(
-    kernel: str, device: torch.device, reason: str, consequence: str
+    kernel: str,
+    device: torch.device,
+    reason: str,
+    consequence: str,
 ) -> None:
     """Remember that a kernel cannot run on a device, and warn the first time.
 

@@ -51,7 +51,7 @@ def check_arguments(
         window: largest distance of a key from a query's position, or ``None`` for any.
         scale: factor of the products; ``None`` for ``D ** -0.5``.
         dropout_p: probability that a weight is dropped.
-        max_seqlen_k: largest number of keys of a packed sequence; ``None`` for that of all keys.
+        max_seqlen_k: bound of the keys of a packed sequence; ``None`` for the number of all keys.
         return_stats: ``True`` or ``"blocks"`` if statistics of rows are returned.
 
     Returns:

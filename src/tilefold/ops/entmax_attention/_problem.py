@@ -181,7 +181,7 @@ def group_sequences(tensors: AttentionTensors, max_scores: int) -> Iterator[Sequ
 
 
 def _groups_of_padded(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
-    """Divide a padded batch into groups of neighbouring sequences, each with a bounded score count.
+    """Divide a padded batch into groups of neighbouring sequences with a bounded number of scores.
 
     Args:
         tensors: tensors of the call.

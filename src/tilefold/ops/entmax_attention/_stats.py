@@ -259,7 +259,11 @@ def count_blocks(
         matrices = _score_matrices(tensors, query_padding_mask, block)
         for index, (queries, keys) in enumerate(matrices):
             counts[:, index] = _count_blocks_of_matrix(
-                queries, keys, tau[index], alpha_minus_1, options
+                queries,
+                keys,
+                tau[index],
+                alpha_minus_1,
+                options,
             )
     return counts[0], counts[1]
 

@@ -125,7 +125,9 @@ def parallel_head(
     with autocast:
         if local_weight.size(0) == 0:  # fewer columns than ranks
             scores = _scores_without_columns(
-                local_tokens._replace(hidden=hidden), local_weight, local_bias
+                local_tokens._replace(hidden=hidden),
+                local_weight,
+                local_bias,
             )
             scores = scores.to(out_dtype or compute_dtype)
         else:

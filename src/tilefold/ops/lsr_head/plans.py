@@ -227,9 +227,9 @@ class _Rows(NamedTuple):
 def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
     """Add the kernels that compute the scores and the winners of max pooling.
 
-    Valid tokens are packed first, so that every sequence begins at a multiple of ``GROUP`` rows. A
-    persistent kernel then computes the scores. If it splits sequences over program instances, each
-    instance writes maxima of its part, and a last kernel combines them.
+    Valid tokens are packed first if necessary, so that every sequence begins at a multiple of
+    ``GROUP`` rows. A persistent kernel then computes the scores. If it splits sequences over
+    program instances, each instance writes maxima of its part, and a last kernel combines them.
 
     Args:
         builder: the plan so far.

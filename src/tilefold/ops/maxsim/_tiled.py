@@ -392,7 +392,9 @@ class ExponentialSums:
             has_masked = self.n_masked[tile.documents] > 0
             largest = torch.where(has_masked, largest.clamp_min(0), largest)
         exponentials = _exponentiate_in_place(
-            similarities, _finite_or_zero(largest), self.temperature
+            similarities,
+            _finite_or_zero(largest),
+            self.temperature,
         )
         if self.keep_exponentials:
             self.exponentials.append((tile, exponentials))

@@ -262,7 +262,7 @@ def _add_selected_rows(
         token_rows: ``[n]`` rows of ``tokens`` that are added.
         weights: ``[n]`` weights of the vectors.
     """
-    if tokens.scale is not None:  # the tokens are quantised: vector = scale * row
+    if tokens.scale is not None:  # a vector is its row times its scale
         weights = weights * tokens.scale.view(-1)[token_rows]
     vectors = tokens.rows
     if vectors.dtype != out.dtype or not vectors.is_contiguous():

@@ -70,7 +70,9 @@ class Slab(NamedTuple):
 
 
 def split_into_chunks(
-    offsets: Sequence[int], max_tokens: int, max_sequences: int
+    offsets: Sequence[int],
+    max_tokens: int,
+    max_sequences: int,
 ) -> Iterator[Slab]:
     """Divide sequences into chunks, each of complete consecutive sequences.
 

@@ -141,8 +141,8 @@ def backward(
 ) -> tuple[Tensor]:
     """Compute the gradient of the weights.
 
-    In a sum, all valid tokens have a gradient, in a maximum the token with the largest weight. It
-    is the gradient of the token's score, times the slope of the activation. Other tokens get 0.
+    In a sum, all valid tokens have a gradient, in a positive maximum the token with the largest
+    weight. It is the gradient of the token's score, times the slope of the activation.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores.

@@ -110,7 +110,7 @@ def backward(
     """Record the plan of the gradient of the weights: the launch of one kernel over the tokens.
 
     A token that is marked in ``counted`` gets the gradient of its score, times the slope of the
-    activation. In a sum these are all valid tokens, in a maximum those with the largest weight.
+    activation. These are all valid tokens of a sum, and the largest token of a positive maximum.
 
     Args:
         dscores: layout of the gradient of the scores, ``[B, V]`` with any strides.
