@@ -52,7 +52,7 @@ def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
     # largest score, since the peak is detached.
     distances = distances - distances.amin(dim=-1, keepdim=True)
     alpha_minus_1 = torch.where(is_proper, alpha_minus_1, 1.0)
-    log_p_max = _log_p_max(distances.detach(), alpha_minus_1.detach())
+    log_p_max = _find_log_p_max(distances.detach(), alpha_minus_1.detach())
     for _ in range(NEWTON_STEPS):
         log_p_max = _newton_step(distances, log_p_max, alpha_minus_1)
     p = torch.exp(log_weights(distances, log_p_max, alpha_minus_1))
@@ -79,7 +79,7 @@ def _newton_step(distances: Tensor, log_p_max: Tensor, alpha_minus_1: Tensor) ->
     return log_p_max - torch.log(mass) * mass / dmass
 
 
-def _log_p_max(distances: Tensor, alpha_minus_1: Tensor) -> Tensor:
+def _find_log_p_max(distances: Tensor, alpha_minus_1: Tensor) -> Tensor:
     """Find the logarithm of every row's largest probability by bisection in fp64.
 
     It solves ``sum_i exp(log_weights(distances, log_p_max, alpha_minus_1)_i) = 1``. The solution is

@@ -136,7 +136,7 @@ def backward(
             keys = block.keys
             values = block.values
             peak, root, mass, _ = group_stats[:, :, :, block.rows, None]  # [b, H, n, 1] each
-            probabilities = _recomputed_probabilities(
+            probabilities = _recompute_probabilities(
                 block.scores,
                 peak,
                 root,
@@ -186,7 +186,7 @@ def _as_result(grad: Tensor, tensor: Tensor) -> Tensor:
     return result_like(tensor).on(tensor.device).copy_(grad)
 
 
-def _recomputed_probabilities(
+def _recompute_probabilities(
     scores: Tensor,
     peak: Tensor,
     root: Tensor,

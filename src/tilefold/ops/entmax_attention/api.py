@@ -35,8 +35,8 @@ from tilefold.ops.entmax_attention._stats import (
 from tilefold.ops.entmax_attention.configs import (
     LISTS,
     WORD_BITS,
+    choose_row_strategy,
     config_of,
-    row_strategy,
     row_tiles,
 )
 
@@ -60,7 +60,7 @@ def live_shape(
     Returns:
         ``(heads, tiles of queries, int32 words)``, or zeros if there is no map.
     """
-    if row_strategy(tensors, options, capability) != LISTS:
+    if choose_row_strategy(tensors, options, capability) != LISTS:
         return 0, 0, 0
     config = config_of(tensors, options, capability)
     n_query_tiles = row_tiles(tensors.q, config["rows"], tensors)

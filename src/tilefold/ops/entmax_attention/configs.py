@@ -305,7 +305,7 @@ def config_of(
         tensors: tensors of the call.
         options: checked options.
         capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
-        strategy: strategy for the rows, as :func:`row_strategy` chooses it.
+        strategy: strategy for the rows, as :func:`choose_row_strategy` chooses it.
         tf32: whether products of fp32 may run in TF32.
         training: whether backward may follow.
     """
@@ -333,7 +333,7 @@ def key_span(rows: int, options: AttentionOptions) -> int:
     return bound if not options.has_window else min(bound, rows + 2 * options.window)
 
 
-def row_strategy(
+def choose_row_strategy(
     tensors: AttentionTensors,
     options: AttentionOptions,
     capability: tuple[int, int],

@@ -34,9 +34,9 @@ from tilefold.ops.entmax_attention.configs import (
     RESIDENT,
     SHORT,
     WORD_BITS,
+    choose_row_strategy,
     config_of,
     key_span,
-    row_strategy,
     row_tiles,
 )
 
@@ -76,7 +76,7 @@ def forward(
     q = tensors.q
     packed = tensors.packed
     check_interpreter_dtypes(setting, q.dtype)
-    strategy = row_strategy(tensors, options, setting.capability)
+    strategy = choose_row_strategy(tensors, options, setting.capability)
     config = config_of(
         tensors,
         options,

@@ -140,7 +140,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         if quantized is not None:
             return quantized
     if torch.compiler.is_compiling():
-        return _traced_quantize(weight)
+        return _quantize_in_trace(weight)
     refuse_capture(QUANTIZED_HEAD, weight.device)
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
@@ -151,7 +151,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(values, scale)
 
 
-def _traced_quantize(weight: Tensor) -> QuantizedWeight:
+def _quantize_in_trace(weight: Tensor) -> QuantizedWeight:
     """Round a weight to fp8 while torch.compile traces the call.
 
     Torch's compiler fuses the rounding of short rows with the operations that compute the weight.

@@ -82,7 +82,7 @@ class Piece(NamedTuple):
     end_row: int
 
 
-def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
+def _divide_into_pieces(offsets: list[int], max_rows: int) -> list[Piece]:
     """Divide a batch into pieces of at most ``max_rows`` rows.
 
     A piece holds whole consecutive sequences, or a part of one sequence that is longer than
@@ -161,7 +161,7 @@ def vocabulary_tiles(
         by_onednn: whether oneDNN may compute the products on a CPU. It allocates memory for each
             product, which costs more than it saves if the caller writes to every logit.
     """
-    pieces = _pieces(packed.offsets, max_rows=TILE_ELEMENTS // BLOCK_V)
+    pieces = _divide_into_pieces(packed.offsets, max_rows=TILE_ELEMENTS // BLOCK_V)
     max_rows = max((piece.end_row - piece.start_row for piece in pieces), default=0)
     # All products of torch share their memory: new pages for each would take a sixth of their time.
     scratch: Tensor | None = None

@@ -248,7 +248,7 @@ def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
         builder.skip_result("winners")
         # kernels do not read it, but would be compiled for each value
         builder.set_parameters(NO_WINNER=no_winner(torch.int32))
-    rows = _pack_rows(builder, config["GROUP"], training)
+    rows = _add_packing(builder, config["GROUP"], training)
     work = configs.ForwardWork(
         n_rows=rows.n_rows,
         uniform_length=rows.uniform_length,
@@ -271,7 +271,7 @@ def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
         HAS_SCALE=builder.options.logit_scale != 1.0,
     )
     if builder.quantized:
-        _quantize_rows(builder, rows.n_rows, tile_rows=block_t, dtype=dtype)
+        _add_row_quantization(builder, rows.n_rows, tile_rows=block_t, dtype=dtype)
 
     # The size of a split is a multiple of these rows: of a sequence's rows, if it has whole tiles.
     split_rows = splits.multiple * block_t
@@ -311,7 +311,7 @@ def _check_hopper_kernel(dtype: torch.dtype, setting: Setting) -> None:
         )
 
 
-def _quantize_rows(
+def _add_row_quantization(
     builder: HeadPlanBuilder,
     n_rows: int,
     tile_rows: int,
@@ -573,7 +573,7 @@ def _add_listed_scores(builder: HeadPlanBuilder) -> None:
 # ---- max pooling: packing
 
 
-def _pack_rows(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
+def _add_packing(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
     """Add the kernels that pack valid tokens, unless there is no mask and ``group`` divides S.
 
     Later kernels read the packed rows in place of ``hidden``. In them each sequence begins at a
@@ -603,7 +603,7 @@ def _pack_rows(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
         BLOCK_EMPTY=pack.BLOCK_EMPTY,
     )
     if is_padded:
-        _pack_padded_rows(builder)
+        _add_packing_of_padded_rows(builder)
     else:
         builder.add_launch(
             pack.copy_packed_kernel,
@@ -615,7 +615,7 @@ def _pack_rows(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
     return _Rows(n_rows, uniform_length=0)
 
 
-def _pack_padded_rows(builder: HeadPlanBuilder) -> None:
+def _add_packing_of_padded_rows(builder: HeadPlanBuilder) -> None:
     """Add the kernel that copies the valid tokens of padded sequences to ``rows``.
 
     If the mask is small, each program instance counts all of its tokens itself, which is cheaper
@@ -848,7 +848,7 @@ def _add_sum_backward_by_slabs(builder: HeadPlanBuilder, needs: Needs, config: C
     # sums of the gradients over the tokens of each sequence, for the bias
     builder.add_buffer("sum", (tokens.batch if needs.bias else 0, width))
     if builder.dtype == torch.float16:
-        _scale_dscores(builder)
+        _add_scaling_of_dscores(builder)
     builder.set_parameters(stride_out=width, scale=builder.options.logit_scale)
     # Torch steps write the slabs of these results in place.
     if needs.weight:
@@ -939,7 +939,7 @@ def _add_dlogits(
     )
 
 
-def _scale_dscores(builder: HeadPlanBuilder) -> None:
+def _add_scaling_of_dscores(builder: HeadPlanBuilder) -> None:
     """Divide the gradients of the scores by a unit, so that fp16 holds the gradients of logits.
 
     The unit is a power of two. Later steps multiply the fp32 results by it. Without it, gradients

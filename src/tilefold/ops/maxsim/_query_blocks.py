@@ -85,7 +85,7 @@ class QueryBlock:
         if queries.unmasked_rows is not None:
             self.rows = queries.unmasked_rows[self.start : self.stop]
         self._cached_vectors: Tensor | None = None
-        self._sum_groups = list(_sum_groups(pieces, queries.counts.device))
+        self._sum_groups = list(_group_by_length(pieces, queries.counts.device))
 
     def cache_vectors(self) -> None:
         """Compute :meth:`vectors` once for all later calls."""
@@ -168,7 +168,7 @@ def divide_queries(queries: SequenceTokens, max_tokens: int) -> list[QueryBlock]
     return blocks
 
 
-def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumGroup]:
+def _group_by_length(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumGroup]:
     """Group the queries of a block by length, so that each group needs a single sum.
 
     The columns of a group's similarities are viewed as a matrix with one row for each query.

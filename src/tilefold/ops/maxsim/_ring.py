@@ -203,7 +203,7 @@ def _empty_block(layout: RankLayout, like: DocumentBlock) -> DocumentBlock:
     )
 
 
-def _local_layout(
+def _describe_local_inputs(
     tensors: MaxSimTensors,
     options: MaxSimOptions,
     loss_options: tuple[object, ...],
@@ -319,7 +319,8 @@ def loss_over_ranks(
     except (TypeError, ValueError, RuntimeError) as error:
         exchange_layouts(ranks, error)
         raise
-    ring = exchange_layouts(ranks, _local_layout(tensors, options, (scale, *maxsim_options)))
+    layout = _describe_local_inputs(tensors, options, (scale, *maxsim_options))
+    ring = exchange_layouts(ranks, layout)
     scores: Tensor = _RingScores.apply(  # type: ignore[no-untyped-call]
         tensors.queries,
         tensors.documents,

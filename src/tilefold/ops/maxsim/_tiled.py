@@ -24,7 +24,10 @@ from tilefold.ops.maxsim._problem import (
     wide_dtype,
     winner_bits,
 )
-from tilefold.ops.maxsim._tiled_winners import all_pairs_gradients, listed_pairs_gradients
+from tilefold.ops.maxsim._tiled_winners import (
+    add_gradients_of_all_pairs,
+    add_gradients_of_listed_pairs,
+)
 from tilefold.ops.maxsim._walk import divide_into_blocks
 from tilefold.ops.maxsim.quantized import quantize_rows
 from tilefold.ops.maxsim.tiles import (
@@ -137,9 +140,9 @@ def backward(
         if problem.temperature:
             _add_smooth_gradients(problem, queries, documents, grad, dqueries, ddocuments)
         elif problem.pairing == "all":
-            all_pairs_gradients(queries, documents, grad, saved.saved, dqueries, ddocuments)
+            add_gradients_of_all_pairs(queries, documents, grad, saved.saved, dqueries, ddocuments)
         else:
-            listed_pairs_gradients(
+            add_gradients_of_listed_pairs(
                 problem,
                 queries,
                 documents,

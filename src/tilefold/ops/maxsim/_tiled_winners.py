@@ -60,7 +60,7 @@ def _table(tokens: SequenceTokens, start: int, stop: int) -> _Table:
     return _Table(vectors, scale)
 
 
-def all_pairs_gradients(
+def add_gradients_of_all_pairs(
     queries: SequenceTokens,
     documents: SequenceTokens,
     grad: Tensor,
@@ -103,7 +103,7 @@ def all_pairs_gradients(
             # Each maximum has the gradient of the score of its document and query.
             weights = grad.T[slab_documents, queries.sequence_of_row[query_rows]]
             if dqueries is not None and document_table is not None:
-                dqueries[query_rows] += _sums_of_winners(
+                dqueries[query_rows] += _sum_winners(
                     document_table,
                     document_rows.T,
                     weights.T,
@@ -152,7 +152,7 @@ def _add_to_winners(
     )
 
 
-def _sums_of_winners(
+def _sum_winners(
     document_table: _Table,
     document_rows: Tensor,
     weights: Tensor,
@@ -193,7 +193,7 @@ def _sums_of_winners(
     )
 
 
-def listed_pairs_gradients(
+def add_gradients_of_listed_pairs(
     problem: Problem,
     queries: SequenceTokens,
     documents: SequenceTokens,

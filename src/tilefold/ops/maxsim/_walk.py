@@ -395,7 +395,7 @@ def _blocks_of_listed_pairs(
         documents: the unmasked tokens of all documents.
     """
     max_query_tokens = tiles.column_limit(queries.rows.size(1))
-    batches = _pair_batches(documents, document_of_pair, queries.counts[query_of_pair])
+    batches = _batch_pairs(documents, document_of_pair, queries.counts[query_of_pair])
     for batch in batches:
         pair_queries = query_of_pair[batch.pairs]
         pair_documents = document_of_pair[batch.pairs]
@@ -553,7 +553,7 @@ class PairBatch(NamedTuple):
         return self.part_length < self.longest
 
 
-def _pair_batches(
+def _batch_pairs(
     documents: SequenceTokens,
     document_of_pair: Tensor,
     query_lengths: Tensor,

@@ -66,11 +66,11 @@ def empty_scores(problem: Problem) -> Tensor:
 def _choose(tensors: MaxSimTensors, impl: str) -> tuple[str, str]:
     """Choose the implementation, and the name under which failures of its kernels are recorded."""
     if tensors.documents.dtype == torch.float8_e4m3fn and tensors.documents.is_cuda:
-        return "maxsim", _impl_for_fp8(tensors.queries, impl)
+        return "maxsim", _choose_impl_for_fp8(tensors.queries, impl)
     return "maxsim", MAXSIM.chosen_impl(tensors.queries, impl)
 
 
-def _impl_for_fp8(queries: Tensor, impl: str) -> str:
+def _choose_impl_for_fp8(queries: Tensor, impl: str) -> str:
     """Choose the implementation for fp8 documents.
 
     Triton's kernels need a GPU of compute capability 8.9 or higher to multiply fp8. On an older

@@ -264,14 +264,14 @@ def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
         builder, rows_per_query
     ):
         return
-    kernel_name, config = _score_config(builder, training, rows_per_query)
-    tma = _tma_of_documents(builder, config)
+    kernel_name, config = _choose_score_kernel(builder, training, rows_per_query)
+    tma = _describe_documents_to_tma(builder, config)
     if problem.document_scale is not None:
         builder.replace_tensor("document_factors", by="document_scale")
     if problem.normalize:
         builder.add_inverse_norms(saved=training)
     elif is_int8 and kernel_name != "stream":  # the streaming kernel rounds queries itself
-        _round_queries(builder)
+        _add_rounding_of_queries(builder)
     builder.set_parameters(**config)
     builder.set_parameters(
         HAS_QSCALE=problem.normalize or is_int8,
@@ -302,7 +302,7 @@ def _padding_can_be_skipped(problem: Problem, kernel_name: str, config: Constant
 
     Args:
         problem: tensors and options of the call.
-        kernel_name: name of the kernel from :func:`_score_config`.
+        kernel_name: name of the kernel from :func:`_choose_score_kernel`.
         config: constants of the kernel.
     """
     return (
@@ -318,7 +318,7 @@ def _is_inference_of_all_pairs(problem: Problem, training: bool) -> bool:
     return problem.pairing == "all" and not training and not problem.temperature
 
 
-def _score_config(
+def _choose_score_kernel(
     builder: MaxSimPlanBuilder,
     training: bool,
     rows_per_query: int,
@@ -385,7 +385,7 @@ def _launch_scores(
     rows_per_query: int,
     tma: Mapping[str, Tma],
 ) -> None:
-    """Add the launch of the kernel that :func:`_score_config` chose.
+    """Add the launch of the kernel that :func:`_choose_score_kernel` chose.
 
     Args:
         builder: the plan so far.
@@ -427,7 +427,7 @@ def _launch_scores(
         )
 
 
-def _tma_of_documents(builder: MaxSimPlanBuilder, config: Constants) -> dict[str, Tma]:
+def _describe_documents_to_tma(builder: MaxSimPlanBuilder, config: Constants) -> dict[str, Tma]:
     """Describe the documents to TMA, which loads tiles of a matrix on Hopper GPUs and newer ones.
 
     Args:
@@ -470,7 +470,7 @@ def _add_document_ends(builder: MaxSimPlanBuilder) -> None:
     builder.set_parameters(UNIFORM_D=ENDS.value)
 
 
-def _round_queries(builder: MaxSimPlanBuilder) -> None:
+def _add_rounding_of_queries(builder: MaxSimPlanBuilder) -> None:
     """Add the launch that rounds queries to int8, with one fp32 factor per token."""
     queries = builder.problem.queries
     builder.add_buffer("int8_queries", queries.shape, torch.int8)
@@ -520,7 +520,7 @@ def _add_warp_specialized_pass(builder: MaxSimPlanBuilder, rows_per_query: int) 
     from tilefold.ops.maxsim._triton import shared_hopper  # needs Gluon
 
     builder.replace_tensor("document_factors", by="document_scale")
-    _round_queries(builder)
+    _add_rounding_of_queries(builder)
     n_tiles = cdiv(n_rows, config["BLOCK_Q"])
     n_document_groups = cdiv(problem.n_documents, config["GROUP"])
     splits = max(1, min(n_document_groups, setting.multiprocessors // n_tiles))
@@ -804,7 +804,7 @@ def _backward_config(builder: MaxSimPlanBuilder, kernel: str) -> Constants:
     )
 
 
-def _query_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
+def _choose_query_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     """Choose the kernel of the gradient of queries.
 
     For all pairs, a program has a block of query tokens, or a single one if there are few. For
@@ -838,14 +838,14 @@ def _query_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     )
 
 
-def _document_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
+def _choose_document_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     """Choose the kernel of the gradient of documents.
 
     Several programs share the tiles of a document.
     """
     problem = builder.problem
     if problem.pairing == "all" and not problem.temperature:
-        return _listed_gradient_kernel(builder)
+        return _choose_listed_gradient_kernel(builder)
     if problem.temperature:
         kernel = smooth.smooth_ddocuments_kernel
         config = _backward_config(builder, "smooth")
@@ -860,7 +860,7 @@ def _document_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     )
 
 
-def _listed_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
+def _choose_listed_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
     """Choose the kernel of the gradient of documents for all pairs, which lists query tokens first.
 
     A program lists the query tokens whose most similar document token is in its tile. The number of
@@ -907,8 +907,10 @@ def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
     problem = builder.problem
     name = "documents" if of_documents else "queries"
     rows = problem.documents if of_documents else problem.queries
-    choose_kernel = _document_gradient_kernel if of_documents else _query_gradient_kernel
-    chosen = choose_kernel(builder)
+    if of_documents:
+        chosen = _choose_document_gradient_kernel(builder)
+    else:
+        chosen = _choose_query_gradient_kernel(builder)
     # A kernel that has all of a row turns gradients of unit vectors into those of the rows itself.
     # Otherwise a second kernel does so in fp32, before the only rounding.
     project_afterwards = problem.normalize and not chosen.projects

@@ -220,7 +220,10 @@ def _forward(
         width = min(width, tiles.column_limit(queries.rows.size(1)), width_of_maxima)
     for block in divide_queries(queries, max_tokens=width):
         maxima, winners, threshold = _maxima_and_thresholds(
-            block, documents, options.top_k, tile_elements
+            block,
+            documents,
+            options.top_k,
+            tile_elements,
         )
         retrieved = ((maxima >= threshold) | maxima.isnan()) & has_tokens
         if options.impute:

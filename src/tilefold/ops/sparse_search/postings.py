@@ -83,7 +83,7 @@ class BlockedPostings:
         n_postings = documents.numel()
         document_counts = offsets.diff().to(device)
         key_counts = torch.zeros(n_blocks * n_terms, dtype=torch.int64, device=device)
-        for slab in _slabs(offsets, documents, weights, n_terms, device):
+        for slab in _copy_by_slab(offsets, documents, weights, n_terms, device):
             key_counts += torch.bincount(slab.keys, minlength=key_counts.numel())
         starts = torch.nn.functional.pad(key_counts.cumsum(0), (1, 0))
         # The list of a term is divided by block. Added to the position of a posting in the lists,
@@ -97,7 +97,7 @@ class BlockedPostings:
         local_documents = torch.empty(n_postings, dtype=torch.int16, device=device)
         values = torch.empty(n_postings, dtype=torch.float32, device=device)
         largest = torch.zeros(n_terms, dtype=torch.float32, device=device)
-        for slab in _slabs(offsets, documents, weights, n_terms, device):
+        for slab in _copy_by_slab(offsets, documents, weights, n_terms, device):
             end = slab.start + slab.keys.numel()
             positions = shift[slab.keys] + torch.arange(slab.start, end, device=device)
             local_documents[positions] = (slab.documents % BLOCK).to(torch.int16)
@@ -132,7 +132,7 @@ class _Slab(NamedTuple):
     weights: Tensor
 
 
-def _slabs(
+def _copy_by_slab(
     offsets: Tensor,
     documents: Tensor,
     weights: Tensor,
