@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from tilefold.bench.timing import _reset_high_water
+from tilefold.bench.timing import _reset_resident_peak
 from tilefold.ops._shared import background, calls, fallback, impl, internals, onednn, operator
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, why_no_warp_roles

@@ -149,15 +149,17 @@ def implementations_by_case(device_type: str) -> dict[str, dict[str, set[str]]]:
 
 
 def judge(claim: Claim, rows: Sequence[Row], origin: str = "") -> Verdict:
-    """Look up the measurements of both sides of a claim, and return them as a verdict.
+    """Look up the measured values of tilefold and of the baseline of a claim.
 
-    Only rows with the cells of ``claim.where`` count. A side without such a row is NaN. If a side
-    has several rows, its best value is used; the environment is that of tilefold's last row.
+    Only rows with the cells of ``claim.where`` count. If an implementation has several, its best
+    value is used; without any, the value is NaN. The hardware and versions of the verdict are those
+    of tilefold's last row.
 
     Args:
         claim: the claim.
         rows: rows of the claim's results file.
-        origin: where the rows are from, such as ``" (committed)"``; appended to the environment.
+        origin: where the rows are from, such as ``" (committed)"``; appended to the hardware and
+            versions.
     """
     choose_better = max if claim.column in HIGHER_IS_BETTER else min
     values: dict[str, float] = {}
@@ -171,7 +173,7 @@ def judge(claim: Claim, rows: Sequence[Row], origin: str = "") -> Verdict:
             value = float(text)
             values[implementation] = choose_better(values.get(implementation, value), value)
         if implementation == claim.ours:
-            environment = _environment(row) + origin
+            environment = _describe_environment(row) + origin
     return Verdict(
         claim=claim,
         ours=values.get(claim.ours, math.nan),
@@ -180,7 +182,7 @@ def judge(claim: Claim, rows: Sequence[Row], origin: str = "") -> Verdict:
     )
 
 
-def _environment(row: Row) -> str:
+def _describe_environment(row: Row) -> str:
     """Return device, versions and date of a measurement, separated by commas."""
     facts = [row["device"]]
     if not row.get("cuda"):
@@ -198,7 +200,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def judged(op: str, rows: Sequence[Row]) -> list[Verdict]:
-    """Return verdicts on the claims about an operator whose sides one run measured."""
+    """Return verdicts on the claims about an operator for which both implementations have rows.
+
+    Args:
+        op: the name of the operator.
+        rows: the rows of one run.
+    """
     verdicts = [judge(claim, rows) for claim in CLAIMS if claim.file == op]
     return [verdict for verdict in verdicts if verdict.outcome != "not measured"]
 
@@ -216,11 +223,11 @@ def table(verdicts: Iterable[Verdict]) -> list[str]:
         "command",
     ]
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---:|---|---|---|"]
-    lines += [_table_row(verdict) for verdict in verdicts]
+    lines += [_format_verdict(verdict) for verdict in verdicts]
     return lines
 
 
-def _table_row(verdict: Verdict) -> str:
+def _format_verdict(verdict: Verdict) -> str:
     """Return the Markdown row of one claim, with the columns of :func:`table`."""
     claim = verdict.claim
     quantity, unit = COLUMNS[claim.column]
@@ -229,7 +236,7 @@ def _table_row(verdict: Verdict) -> str:
         claim.system,
         f"{claim.statement} ({quantity})",
         claim.baseline,
-        f"{_measured(verdict.baseline)}, {_measured(verdict.ours)} {unit}",
+        f"{_format_measurement(verdict.baseline)}, {_format_measurement(verdict.ours)} {unit}",
         f"{measured_ratio} ({claim.ratio:g})",
         verdict.outcome,
         verdict.environment,
@@ -238,6 +245,6 @@ def _table_row(verdict: Verdict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _measured(value: float) -> str:
+def _format_measurement(value: float) -> str:
     """Format a value with four significant digits, or as a whole number from 1,000 on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -94,7 +94,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> At
     )
 
 
-def _rounded_dq(
+def _compute_rounded_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,9 +143,10 @@ def _rounded_dq(
 
 
 def make_gate(case: spec.BenchCase, inputs: AttentionInputs) -> spec.Gate:
-    """Compute slices of the output and the gradients in fp64.
+    """Compute parts of the output and gradients in fp64, to check implementations with them.
 
-    The slices are the last queries of the first head, and its dk and dv if these are all queries.
+    These parts are the output and dq of the last queries of the first head. Its dk and dv are sums
+    over all queries, and are checked if the last queries are all of them.
 
     Nearly equal keys cancel in dq, which magnifies the rounding errors of any kernel with 16-bit
     products. The error of dq that these roundings cause in otherwise exact arithmetic is computed,
@@ -178,7 +179,7 @@ def make_gate(case: spec.BenchCase, inputs: AttentionInputs) -> spec.Gate:
     checked_dout = dout[:1, :1, first_query:].double()
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), checked_dout)
 
-    rounded_dq = _rounded_dq(
+    rounded_dq = _compute_rounded_dq(
         q.detach()[0, 0],
         k.detach()[0, 0],
         v.detach()[0, 0],
@@ -195,7 +196,7 @@ def make_gate(case: spec.BenchCase, inputs: AttentionInputs) -> spec.Gate:
     def select_head(tensor: Tensor) -> Tensor:
         return tensor[:1, :1]
 
-    # dk and dv are sums over all queries
+    # only then dk and dv, which are sums over queries, are complete
     has_all_queries = first_query == 0
     return spec.Gate(
         inputs=inputs,
@@ -216,8 +217,8 @@ def make_gate(case: spec.BenchCase, inputs: AttentionInputs) -> spec.Gate:
     )
 
 
-def _softmax_attention(backend: SDPBackend) -> spec.Build:
-    """Return the ``build`` of softmax attention in torch, with one of its backends."""
+def _build_softmax_attention(backend: SDPBackend) -> spec.Build:
+    """Return the function that binds torch's softmax attention to inputs, with one backend."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         with sdpa_kernel(backend):
@@ -227,7 +228,7 @@ def _softmax_attention(backend: SDPBackend) -> spec.Build:
 
 
 def _build_flex_attention(inputs: AttentionInputs) -> spec.Runnable:
-    """Return softmax attention by torch's compiled FlexAttention, bound to the inputs."""
+    """Return softmax attention by torch's compiled FlexAttention, as a call on the inputs."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     block_mask = None
@@ -252,7 +253,7 @@ def _build_flex_attention(inputs: AttentionInputs) -> spec.Runnable:
 
 
 def _build_adasplash_v1(inputs: AttentionInputs, function: str) -> spec.Runnable:
-    """Return attention by AdaSplash, with the paper's number of steps, bound to the inputs.
+    """Return AdaSplash attention with the paper's number of Halley steps, as a call on the inputs.
 
     Args:
         inputs: the inputs of the case.
@@ -267,7 +268,7 @@ def _build_adasplash_v1(inputs: AttentionInputs, function: str) -> spec.Runnable
 
 
 def _build_adasplash_v2(inputs: AttentionInputs) -> spec.Runnable:
-    """Return attention by AdaSplash-2, bound to the inputs.
+    """Return attention by AdaSplash-2, as a call on the inputs.
 
     Raises:
         spec.NotApplicable: if attention is not causal.
@@ -293,12 +294,12 @@ IMPLEMENTATIONS = (
     *spec.tilefold_implementations(_entmax_attention, chosen_impl, graph=True),
     spec.Implementation(
         "softmax-fa2",
-        _softmax_attention(SDPBackend.FLASH_ATTENTION),
+        _build_softmax_attention(SDPBackend.FLASH_ATTENTION),
         "bare",
     ),
     spec.gpu_implementation(
         "softmax-cudnn",
-        _softmax_attention(SDPBackend.CUDNN_ATTENTION),
+        _build_softmax_attention(SDPBackend.CUDNN_ATTENTION),
         "bare",
     ),
     spec.Implementation(

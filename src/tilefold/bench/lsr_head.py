@@ -59,14 +59,14 @@ class HeadInputs(spec.Inputs):
         return (self.attention_mask,)
 
 
-def _sampled_maxima(
+def _compute_sampled_maxima(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor,
     mask: Tensor,
     entries: Tensor,
 ) -> Tensor:
-    """Compute the largest logit of each sequence for a sample of the vocabulary.
+    """Compute the largest logit of each sequence, for some entries of the vocabulary.
 
     Args:
         hidden: hidden states ``[B, S, D]``.
@@ -76,7 +76,7 @@ def _sampled_maxima(
         entries: positions of the sampled vocabulary entries ``[C]``.
 
     Returns:
-        Maxima over the valid tokens, fp32 ``[B, C]``.
+        Maxima over the tokens that are not padding, fp32 ``[B, C]``.
     """
     logits = hidden.float() @ weight[entries].float().T + bias[entries].float()
     is_padding = ~mask.bool()[:, :, None]
@@ -84,7 +84,7 @@ def _sampled_maxima(
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> HeadInputs:
-    """Create random inputs whose logits are close to N(0, 1), for valid tokens and padding.
+    """Create random inputs whose logits are close to N(0, 1), with padding of short sequences.
 
     Args:
         case: shape, dtype and variant. A variant that begins with ``"ragged"`` has sequences of
@@ -97,7 +97,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> He
     dtype = spec.DTYPES[case.dtype]
     normal, generator = spec.random_tensors(device, seed)
     hidden = normal(B, S, D).to(dtype)
-    weight = normal(V, D).mul_(D**-0.5).to(dtype)
+    weight = normal(V, D).mul_(D**-0.5).to(dtype)  # logits are sums of D products
     bias = normal(V).mul_(0.1)
     mask = torch.ones(B, S, dtype=torch.int64, device=device)
     if case.variant.startswith("ragged"):
@@ -107,10 +107,10 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> He
     n_sampled = min(_N_SAMPLED_ENTRIES, V)
     sample = torch.randint(0, V, (n_sampled,), generator=generator, device=device)
     if case.variant.endswith("2pct"):
-        bias -= _bias_reduction(_sampled_maxima(hidden, weight, bias, mask, sample))
+        bias -= _choose_bias_reduction(_compute_sampled_maxima(hidden, weight, bias, mask, sample))
     bias = bias.to(dtype)
     # a score is positive if and only if the largest logit is
-    is_active = _sampled_maxima(hidden, weight, bias, mask, sample) > 0
+    is_active = _compute_sampled_maxima(hidden, weight, bias, mask, sample) > 0
     return HeadInputs(
         hidden=hidden.requires_grad_(),
         weight=weight.requires_grad_(),
@@ -122,7 +122,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> He
     )
 
 
-def _bias_reduction(maxima: Tensor) -> Tensor:
+def _choose_bias_reduction(maxima: Tensor) -> Tensor:
     """Return the amount to subtract from the bias so that about 2% of the scores are positive.
 
     Args:
@@ -136,9 +136,9 @@ def _bias_reduction(maxima: Tensor) -> Tensor:
 
 
 def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
-    """Compute slices of the scores and gradients in fp64.
+    """Compute parts of the scores and gradients in fp64, against which implementations are checked.
 
-    The slices are some vocabulary entries for all sequences, and the first and the last sequence
+    These parts are some vocabulary entries for all sequences, and the first and the last sequence
     for the whole vocabulary.
 
     A gradient depends on which token has the largest logit, and on whether that logit is positive.
@@ -146,7 +146,7 @@ def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
 
     Args:
         case: the case.
-        inputs: its inputs.
+        inputs: its inputs, whose ``grad_output`` changes.
     """
     B, V = inputs.grad_output.shape
     device = inputs.grad_output.device
@@ -157,14 +157,14 @@ def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
     checked_entries = evenly_spread.round().long()
 
     _clear_ambiguous_gradients(inputs, all_sequences, checked_entries)
-    for chunk in _vocabulary_chunks(inputs, checked_sequences):
+    for chunk in _split_vocabulary(inputs, checked_sequences):
         _clear_ambiguous_gradients(inputs, checked_sequences, chunk)
 
-    truth = lsr_head_truth(_subset(inputs, all_sequences, checked_entries))
+    truth = lsr_head_truth(_select_inputs(inputs, all_sequences, checked_entries))
     score_chunks: list[Tensor] = []
     dhidden = torch.zeros_like(inputs.hidden[checked_sequences], dtype=torch.float64)
-    for chunk in _vocabulary_chunks(inputs, checked_sequences):
-        chunk_problem = _subset(inputs, checked_sequences, chunk)
+    for chunk in _split_vocabulary(inputs, checked_sequences):
+        chunk_problem = _select_inputs(inputs, checked_sequences, chunk)
         chunk_truth = lsr_head_truth(chunk_problem, needs=("hidden",))
         score_chunks.append(chunk_truth["scores"])
         dhidden += chunk_truth["dhidden"]
@@ -201,11 +201,12 @@ def _clear_ambiguous_gradients(inputs: HeadInputs, sequences: Tensor, entries: T
         sequences: positions of the sequences.
         entries: positions of the vocabulary entries.
     """
-    unambiguous = with_one_answer(_subset(inputs, sequences, entries))
+    # the same inputs, with gradients of 0 where rounding may decide
+    unambiguous = with_one_answer(_select_inputs(inputs, sequences, entries))
     inputs.grad_output[sequences[:, None], entries] = unambiguous.dscores
 
 
-def _vocabulary_chunks(inputs: HeadInputs, sequences: Tensor) -> Iterator[Tensor]:
+def _split_vocabulary(inputs: HeadInputs, sequences: Tensor) -> Iterator[Tensor]:
     """Split the vocabulary into chunks, so that the fp64 logits of a chunk fit in memory.
 
     Args:
@@ -223,7 +224,7 @@ def _vocabulary_chunks(inputs: HeadInputs, sequences: Tensor) -> Iterator[Tensor
     yield from torch.split(entries, entries_per_chunk)
 
 
-def _subset(inputs: HeadInputs, sequences: Tensor, entries: Tensor) -> LSRHeadInputs:
+def _select_inputs(inputs: HeadInputs, sequences: Tensor, entries: Tensor) -> LSRHeadInputs:
     """Restrict the inputs to some sequences and some vocabulary entries.
 
     Args:
@@ -260,9 +261,10 @@ def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Ten
 
 
 def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-    """Compute the scores of :func:`stock_head` with the activation after the maximum.
+    """Compute SPLADE max pooling with the activation ``log1p(relu(x))`` after the maximum.
 
-    The activation is monotonic, so that the result is the same, and it runs only once per score.
+    The activation is monotonic, so the scores are those of the usual order. It then runs once per
+    score instead of once per logit.
     """
     logits = linear(hidden, weight, bias)
     masked = logits * attention_mask.unsqueeze(-1).to(logits.dtype)
@@ -270,9 +272,9 @@ def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask:
 
 
 def _build_gemm(inputs: HeadInputs, chunk_bytes: float) -> spec.Runnable:
-    """Return only the matrix product of the valid tokens and the weight, bound to the inputs.
+    """Return the matrix product of the head alone, without pooling, as a call on the inputs.
 
-    The vocabulary is split into chunks, whose products overwrite one buffer.
+    Padding is left out. The vocabulary is split into chunks, whose products overwrite one buffer.
 
     Args:
         inputs: the inputs of the case.
@@ -281,6 +283,7 @@ def _build_gemm(inputs: HeadInputs, chunk_bytes: float) -> spec.Runnable:
     tokens = inputs.hidden.detach()[inputs.attention_mask.bool()].contiguous()
     n_tokens = tokens.size(0)
     weight = inputs.weight.detach()
+    # rows of zeros up to a multiple of the alignment, with which tensor cores are fast
     weight = pad(weight, (0, 0, 0, -weight.size(0) % _GEMM_ALIGNMENT))
     entry_bytes = tokens.element_size() * max(n_tokens, 1)
     entries_per_chunk = _entries_per_chunk(weight.size(0), entry_bytes, chunk_bytes)
@@ -297,10 +300,11 @@ def _build_gemm(inputs: HeadInputs, chunk_bytes: float) -> spec.Runnable:
 
 
 def _entries_per_chunk(vocab_size: int, entry_bytes: int, chunk_bytes: float) -> int:
-    """Return how many vocabulary entries fit into a chunk of logits.
+    """Return for how many vocabulary entries the logits fit into a chunk of memory.
 
     Args:
-        vocab_size: number of vocabulary entries, a multiple of ``_GEMM_ALIGNMENT``.
+        vocab_size: number of vocabulary entries, a multiple of ``_GEMM_ALIGNMENT``, with which
+            tensor cores are fast.
         entry_bytes: bytes of the logits of one vocabulary entry.
         chunk_bytes: largest size of a chunk. It may be infinite.
 
@@ -339,7 +343,7 @@ IMPLEMENTATIONS = (
 def work(case: spec.BenchCase, inputs: HeadInputs, phase: spec.Phase) -> spec.Work:
     """Return a lower bound of the operations and of the memory traffic of the head.
 
-    Forward multiplies every valid token with every vocabulary entry. It reads hidden states,
+    Forward multiplies every token but padding with every vocabulary entry. It reads hidden states,
     weight and bias once and writes the scores. Training also writes the position of the token with
     the largest logit for each score.
 
@@ -349,7 +353,8 @@ def work(case: spec.BenchCase, inputs: HeadInputs, phase: spec.Phase) -> spec.Wo
 
     Args:
         case: the shape: ``B`` sequences, hidden states of width ``D``, ``V`` vocabulary entries.
-        inputs: tensors of the case, the number of valid tokens, and the share of positive scores.
+        inputs: tensors of the case, the number of tokens that are not padding (``valid_tokens``),
+            and the share of positive scores (``active``).
         phase: forward, or forward and backward.
     """
     B, D, V = (case.dims[name] for name in ("B", "D", "V"))

@@ -150,9 +150,9 @@ class MaxSimGate(spec.Gate):
 
 @torch.no_grad()
 def make_gate(case: spec.BenchCase, inputs: MaxSimInputs) -> MaxSimGate:
-    """Compute slices of the scores and gradients in fp64.
+    """Compute parts of the scores and gradients in fp64, against which implementations are checked.
 
-    The slices are the first and the last query with all documents, and a few documents with all
+    These parts are the first and the last query with all documents, and a few documents with all
     queries.
 
     A gradient depends on which document token is the best match of a query token. If rounding may
@@ -173,11 +173,11 @@ def make_gate(case: spec.BenchCase, inputs: MaxSimInputs) -> MaxSimGate:
     for chunk in query_chunks:
         _clear_ambiguous_gradients(inputs, chunk, checked_documents)
 
-    query_scores, dqueries = _query_truth(inputs, checked_queries)
+    query_scores, dqueries = _exact_query_scores_and_gradient(inputs, checked_queries)
     document_scores = []
     ddocuments = []
     for document in checked_documents:
-        scores, gradient = _document_truth(inputs, document, query_chunks)
+        scores, gradient = _exact_document_scores_and_gradient(inputs, document, query_chunks)
         document_scores.append(scores)
         ddocuments.append(gradient)
 
@@ -223,7 +223,7 @@ class BestMatches(NamedTuple):
     is_ambiguous: Tensor
 
 
-def _best_matches(queries: Tensor, tokens: Tensor) -> BestMatches:
+def _find_best_matches(queries: Tensor, tokens: Tensor) -> BestMatches:
     """Find the document token with the largest similarity to each query token.
 
     Args:
@@ -257,15 +257,17 @@ def _clear_ambiguous_gradients(
     """
     queries = inputs.queries.detach()[query_rows].double()
     for document in documents:
-        matches = _best_matches(queries, inputs.document_tokens(document).double())
+        matches = _find_best_matches(queries, inputs.document_tokens(document).double())
         inputs.grad_output[query_rows[matches.is_ambiguous], document] = 0
 
 
-def _query_truth(inputs: MaxSimInputs, query_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the scores and the gradient of some queries in fp64.
+def _exact_query_scores_and_gradient(
+    inputs: MaxSimInputs, query_rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the scores of some queries, and the gradient of their token vectors, in fp64.
 
     Args:
-        inputs: the inputs of the case.
+        inputs: the inputs of the case. Their ``grad_output`` is the gradient of the scores.
         query_rows: positions of n queries.
 
     Returns:
@@ -276,7 +278,7 @@ def _query_truth(inputs: MaxSimInputs, query_rows: Tensor) -> tuple[Tensor, Tens
     gradient = torch.zeros_like(queries)
     for document in range(scores.size(1)):
         tokens = inputs.document_tokens(document).double()
-        matches = _best_matches(queries, tokens)
+        matches = _find_best_matches(queries, tokens)
         scores[:, document] = matches.scores
         # each query token receives its best match, times the gradient of the score
         dscores = inputs.grad_output[query_rows, document, None, None].double()
@@ -284,15 +286,15 @@ def _query_truth(inputs: MaxSimInputs, query_rows: Tensor) -> tuple[Tensor, Tens
     return scores, gradient
 
 
-def _document_truth(
+def _exact_document_scores_and_gradient(
     inputs: MaxSimInputs,
     document: int,
     query_chunks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores and the gradient of one document in fp64.
+    """Compute the scores of one document, and the gradient of its token vectors, in fp64.
 
     Args:
-        inputs: the inputs of the case.
+        inputs: the inputs of the case. Their ``grad_output`` is the gradient of the scores.
         document: position of the document.
         query_chunks: positions of all queries, in chunks that bound the memory of similarities.
 
@@ -305,7 +307,7 @@ def _document_truth(
     scores = []
     for query_rows in query_chunks:
         queries = inputs.queries.detach()[query_rows].double()
-        matches = _best_matches(queries, tokens)
+        matches = _find_best_matches(queries, tokens)
         scores.append(matches.scores)
         # each query token adds its vector, times the gradient of the score, to its best match
         dscores = inputs.grad_output[query_rows, document, None, None].double()
@@ -332,17 +334,17 @@ def materialised_scores(queries: Tensor, documents: Tensor, valid: Tensor | None
     return similarities.amax(dim=3).sum(dim=2, dtype=accumulation_dtype)
 
 
-def _einsum_call(inputs: MaxSimInputs) -> Callable[..., Tensor]:
-    """Return a function that scores as late-interaction libraries do, by an einsum.
+def _create_einsum_call(inputs: MaxSimInputs) -> Callable[..., Tensor]:
+    """Return a function that computes MaxSim as late-interaction libraries do, by an einsum.
 
     These libraries have no packed documents. Packed documents are therefore padded in each call.
 
     Returns:
-        A function of queries, documents and offsets. The offsets are ignored, since they are those
-        of ``inputs``.
+        A function of queries, documents and document offsets. It ignores the offsets, because the
+        layout of the padding is computed from ``inputs`` beforehand.
     """
     if inputs.cu_seqlens is None:
-        return lambda queries, documents, _offsets: materialised_scores(queries, documents)
+        return lambda queries, documents, _no_offsets: materialised_scores(queries, documents)
     lengths = inputs.cu_seqlens.diff()
     positions = torch.arange(int(lengths.max()), device=lengths.device)
     valid = positions < lengths[:, None]  # [Nd, Ld]
@@ -358,33 +360,35 @@ def _einsum_call(inputs: MaxSimInputs) -> Callable[..., Tensor]:
 
 def _build_einsum(inputs: MaxSimInputs) -> spec.Runnable:
     """Return the einsum of late-interaction libraries, bound to the inputs."""
-    return inputs.bind(_einsum_call(inputs), "torch")
+    return inputs.bind(_create_einsum_call(inputs), "torch")
 
 
 def _build_compiled_einsum(inputs: MaxSimInputs) -> spec.Runnable:
     """Return the einsum of late-interaction libraries under ``torch.compile``."""
-    return inputs.bind(torch.compile(_einsum_call(inputs), dynamic=False), "torch.compile")
+    return inputs.bind(torch.compile(_create_einsum_call(inputs), dynamic=False), "torch.compile")
 
 
 def _build_flash_maxsim(inputs: MaxSimInputs) -> spec.Runnable:
-    """Return the function of the package ``flash_maxsim`` for the inputs, bound to them.
+    """Return MaxSim of the package ``flash_maxsim``, as a call on the inputs.
 
-    The package scores packed documents for one query only, and without gradients. It has a faster
-    function for one query and padded documents, but the gradients come from the batched one.
+    The package scores packed documents with one query only, and without gradients. It has a faster
+    function for one query and padded documents, which has no gradients: the function for several
+    queries computes them.
     """
     package: Any = importlib.import_module("flash_maxsim")
     if inputs.cu_seqlens is not None:
         return _build_packed_flash_maxsim(inputs, inputs.cu_seqlens)
 
-    def score_one(queries: Tensor, documents: Tensor, _offsets: None) -> Tensor:
+    # padded documents have no offsets
+    def score_one(queries: Tensor, documents: Tensor, _no_offsets: None) -> Tensor:
         scores: Tensor = package.flash_maxsim(queries[0], documents)
         return scores[None]
 
-    def score_batch(queries: Tensor, documents: Tensor, _offsets: None) -> Tensor:
+    def score_batch(queries: Tensor, documents: Tensor, _no_offsets: None) -> Tensor:
         scores: Tensor = package.flash_maxsim_batched(queries, documents)
         return scores
 
-    def train(queries: Tensor, documents: Tensor, _offsets: None) -> Tensor:
+    def train(queries: Tensor, documents: Tensor, _no_offsets: None) -> Tensor:
         scores: Tensor = package.flash_maxsim_batched_train(queries, documents)
         return scores
 
@@ -394,7 +398,7 @@ def _build_flash_maxsim(inputs: MaxSimInputs) -> spec.Runnable:
 
 
 def _build_packed_flash_maxsim(inputs: MaxSimInputs, cu_seqlens: Tensor) -> spec.Runnable:
-    """Return the inference of ``flash_maxsim`` for the first query and packed documents.
+    """Return MaxSim of ``flash_maxsim`` with packed documents, which scores the first query alone.
 
     Args:
         inputs: the inputs of the case.
@@ -520,7 +524,7 @@ def work(case: spec.BenchCase, inputs: MaxSimInputs, phase: spec.Phase) -> spec.
     score_bytes = float(_FP32_BYTES * inputs.grad_output.numel())
     if phase == "forward":
         return spec.Work(flops, token_bytes + score_bytes)
-    # a position in the document for each query token and document
+    # the position of the best match in each document for each query token
     winner_bytes = float(_INT16_BYTES * n_query_tokens * case.dims["Nd"])
     total_bytes = (
         3 * token_bytes  # read by forward and backward; their gradients are written

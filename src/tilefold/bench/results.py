@@ -73,11 +73,11 @@ class Provenance:
 @functools.cache
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, or ``""`` if ``nvidia-smi`` does not run."""
-    versions = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    versions = _run_program(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return versions.splitlines()[0].strip() if versions else ""
 
 
-def _output(command: list[str], cwd: Path | None = None) -> str:
+def _run_program(command: list[str], cwd: Path | None = None) -> str:
     """Return the output of a program, or ``""`` if it is missing or fails.
 
     Args:
@@ -99,27 +99,31 @@ def _output(command: list[str], cwd: Path | None = None) -> str:
 
 @functools.cache
 def commit() -> tuple[str, str]:
-    """Return the commit of the sources, and whether there are uncommitted changes.
+    """Return the git commit of the sources, and whether there are uncommitted changes.
 
     Returns:
         The commit or ``"unknown"``, and ``"yes"``, ``"no"`` or ``"unknown"``.
     """
     commit_of_copy = os.environ.get(COMMIT_VARIABLE, "")
-    if commit_of_copy:
+    if commit_of_copy:  # these sources are a copy without git
         return commit_of_copy, "unknown"
     folder = Path(__file__).resolve().parent
-    head = _output(["git", "rev-parse", "--short=12", "HEAD"], folder)
+    head = _run_program(["git", "rev-parse", "--short=12", "HEAD"], folder)
     # an installed copy may be inside another repository, which does not track this file
-    is_tracked = _output(["git", "ls-files", Path(__file__).name], folder)
+    is_tracked = _run_program(["git", "ls-files", Path(__file__).name], folder)
     if not head or not is_tracked:
         return "unknown", "unknown"
-    root = Path(_output(["git", "rev-parse", "--show-toplevel"], folder) or folder)
-    changes = _output(["git", "status", "--porcelain", "--untracked-files=no"], root)
+    root = Path(_run_program(["git", "rev-parse", "--show-toplevel"], folder) or folder)
+    changes = _run_program(["git", "status", "--porcelain", "--untracked-files=no"], root)
     return head, "yes" if changes else "no"
 
 
 def collect(device: torch.device) -> Provenance:
-    """Collect the provenance of a run on ``device``."""
+    """Collect the hardware, versions and date of a run on a device (its provenance).
+
+    Args:
+        device: the device that is measured. On a CPU, the fields of GPUs are empty.
+    """
     on_gpu = device.type == "cuda"
     current_commit, dirty = commit()
     return Provenance(
@@ -157,7 +161,7 @@ def choose_device(name: str | None) -> torch.device:
 def device_slug(provenance: Provenance) -> str:
     """Return a folder name for the device, such as ``"nvidia-h200"`` for ``"NVIDIA H200"``.
 
-    The name of a processor contains the number of threads.
+    The folder name of a CPU has the number of threads, on which its times depend.
     """
     slug = re.sub(r"\((r|tm)\)", "", provenance.device.lower())
     slug = re.sub(r"[^a-z0-9]+", "-", slug).strip("-") or "unknown"
@@ -167,10 +171,12 @@ def device_slug(provenance: Provenance) -> str:
 def results_folder(output: Path | None, quick: bool) -> Path | None:
     """Return the folder to write results to, or None to write none.
 
+    Without `output`, results are written to the repository if it is the current folder, except
+    those of a quick run.
+
     Args:
-        output: the folder that the user chose.
-        quick: whether the run is a quick one, which is only written to a chosen folder. By default
-            other runs are written to the results of the repository, if it is the current folder.
+        output: the folder of ``--output``; None if it was not given.
+        quick: whether the run is a quick one.
     """
     if output:
         return output
@@ -215,7 +221,12 @@ def write_csv(
 
 
 def cells(row: Mapping[str, object], provenance: Provenance) -> dict[str, str]:
-    """Return the cells of a row and of its provenance as text, by column."""
+    """Return the cells of a CSV row as text, by column.
+
+    Args:
+        row: the results of a measurement, by column.
+        provenance: its hardware, versions and date, which are columns, too.
+    """
     values = {**row, **asdict(provenance)}
     return {name: _cell(value) for name, value in values.items()}
 
@@ -283,8 +294,8 @@ def exponent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def _phase_cells(row: BenchRow, baseline: BenchRow | None, phase: Phase) -> list[str]:
-    """Format the results of a phase.
+def _format_phase(row: BenchRow, baseline: BenchRow | None, phase: Phase) -> list[str]:
+    """Format the results of a phase (forward, or forward and backward) as cells of the table.
 
     Args:
         row: the row of an implementation.
@@ -292,8 +303,8 @@ def _phase_cells(row: BenchRow, baseline: BenchRow | None, phase: Phase) -> list
         phase: the phase.
 
     Returns:
-        Time, speedup over the baseline, TFLOP/s (forward only), roofline time as a percentage of
-        the time, and peak memory.
+        Time, speedup over the baseline, TFLOP/s (forward only), the time of the minimum work at the
+        peak throughput of the device (floor) as a percentage of the time, and peak memory.
     """
     result = row.phase(phase)
     baseline_ms = None if baseline is None else baseline.phase(phase).p50_ms
@@ -309,8 +320,8 @@ def _phase_cells(row: BenchRow, baseline: BenchRow | None, phase: Phase) -> list
     return [*phase_cells, floor_share, short_number(result.peak_mib)]
 
 
-def _table_cells(row: BenchRow, baseline: BenchRow | None) -> list[str]:
-    """Format a row, with one cell for each of :data:`_COLUMNS`.
+def _format_row(row: BenchRow, baseline: BenchRow | None) -> list[str]:
+    """Format the results of an implementation as cells of the table: name, both phases, errors.
 
     Args:
         row: the row of an implementation. If it failed, its status replaces its times.
@@ -318,10 +329,10 @@ def _table_cells(row: BenchRow, baseline: BenchRow | None) -> list[str]:
     """
     name = row.impl
     if row.impl == "tilefold" and row.label:
-        name = f"{row.impl} ({row.label})"
+        name = f"{row.impl} ({row.label})"  # with the implementation that `impl="auto"` chose
     errors = f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
     if row.status == "ok":
-        results = [cell for phase in PHASES for cell in _phase_cells(row, baseline, phase)]
+        results = [cell for phase in PHASES for cell in _format_phase(row, baseline, phase)]
     else:
         n_blank = len(_COLUMNS) - 3  # all columns except name, status and errors
         results = [row.status, *["-"] * n_blank]
@@ -357,7 +368,7 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
         style = None
         if row.status != "ok":
             style = "red" if row.failed_gate else "dim"
-        table.add_row(*_table_cells(row, baseline), style=style)
+        table.add_row(*_format_row(row, baseline), style=style)
     return table
 
 
@@ -384,7 +395,7 @@ def print_case(
 
 
 def print_header(console: Console, provenance: Provenance) -> None:
-    """Print the provenance in one line, and warn if the machine is busy."""
+    """Print the hardware, versions and date of a run in one line, and warn if the CPU is busy."""
     device = provenance.device
     if provenance.cuda:
         driver = provenance.driver or "unknown"

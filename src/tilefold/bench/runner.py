@@ -197,13 +197,13 @@ def chosen_implementations(
     options: RunOptions,
     case: str = "",
 ) -> list[Implementation]:
-    """Return the implementations of a benchmark that run, in the order of its list.
+    """Return the implementations to run on a case, in the order in which the benchmark lists them.
 
     Args:
         spec: the benchmark.
-        options: ``impls`` names the implementations. By default those run that are on by default
-            for the type of ``device``.
-        case: name of the case, if ``impls`` maps cases to names. A case that it lacks runs nothing.
+        options: ``impls`` names the implementations. If it is None, those run that the benchmark
+            declares as default for the type of ``device``.
+        case: name of the case, if ``impls`` maps cases to names. Nothing runs on other cases.
 
     Raises:
         ValueError: for a name that the benchmark does not have.
@@ -228,7 +228,7 @@ def run_case(
     options: RunOptions,
     ceilings: Ceilings,
 ) -> list[BenchRow]:
-    """Check, measure and time the chosen implementations on a case.
+    """Check the results of implementations on a case, then measure their memory and their times.
 
     An exception that an implementation raises is stored in its row.
 
@@ -236,7 +236,7 @@ def run_case(
         spec: the benchmark.
         case: shape and dtype.
         options: device, implementations and time.
-        ceilings: peak throughput of the device, for the roofline time.
+        ceilings: peak throughput of the device, from which the time of the minimum work follows.
 
     Returns:
         One row per implementation.
@@ -291,23 +291,23 @@ def _check_and_measure_memory(
 ) -> Runnable | None:
     """Check the results of an implementation, and measure its peak memory.
 
-    Both are stored in the row. A ``"bare"`` implementation computes another function, so that it is
-    neither checked nor measured, only timed.
+    Both are stored in the row. A ``"bare"`` implementation, such as a bare matrix product, computes
+    another function. It is neither checked nor measured, only timed.
 
     Args:
         spec: the benchmark.
         case: shape and dtype.
-        gate: the accuracy gate of the case, with its inputs.
+        gate: the check of results against fp64, with the inputs of the case.
         implementation: the implementation.
         row: the row of the implementation, which changes.
         options: the device, and whether memory is measured.
 
     Returns:
-        The implementation bound to the inputs, or None if it cannot be timed, for a reason that is
-        then the note of the row.
+        The calls that run the implementation on the inputs. None if it cannot be timed; the note of
+        the row then says why.
     """
     _release_memory(options.device)
-    row.note = _lack_of_memory(spec, case, implementation.name, options.device)
+    row.note = _explain_lack_of_memory(spec, case, implementation.name, options.device)
     if row.note:
         row.status = "skipped"
         return None
@@ -324,7 +324,7 @@ def _check_and_measure_memory(
             row.note = "; ".join(result.failures) or "the gate checked nothing"
             return None
         if options.memory:
-            peaks = _peak_memory(spec, case, runnable, row.impl, options.device)
+            peaks = _measure_peak_memory(spec, case, runnable, row.impl, options.device)
             row.forward_peak_mib = peaks.get("forward")
             row.forward_backward_peak_mib = peaks.get("forward_backward")
         return runnable
@@ -333,7 +333,9 @@ def _check_and_measure_memory(
     return None
 
 
-def _lack_of_memory(spec: BenchSpec, case: BenchCase, impl: str, device: torch.device) -> str:
+def _explain_lack_of_memory(
+    spec: BenchSpec, case: BenchCase, impl: str, device: torch.device
+) -> str:
     """Return why the memory of a device cannot suffice for an implementation, or ``""``.
 
     Args:
@@ -349,22 +351,22 @@ def _lack_of_memory(spec: BenchSpec, case: BenchCase, impl: str, device: torch.d
     return f"needs about {min_bytes / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} GiB free"
 
 
-def _peak_memory(
+def _measure_peak_memory(
     spec: BenchSpec,
     case: BenchCase,
     runnable: Runnable,
     impl: str,
     device: torch.device,
 ) -> Mapping[Phase, float]:
-    """Measure the peak memory of each phase of an implementation.
+    """Measure the peak memory of each phase: forward, and forward with backward.
 
     A GPU's allocator counts the peak of a call. On a CPU the implementation runs in a new process,
-    because the peak of this one includes earlier calls.
+    because the peak of this process includes earlier calls.
 
     Args:
         spec: the benchmark.
         case: shape and dtype.
-        runnable: the implementation, bound to inputs on ``device``.
+        runnable: the calls that run the implementation on inputs on ``device``.
         impl: name of the implementation.
         device: the device.
 
@@ -392,13 +394,13 @@ def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[Phase, float]:
     Returns:
         MiB above the inputs, by phase. A phase that the implementation lacks is missing.
     """
-    return timing.in_fresh_process(_resident_peaks, op, case, impl)
+    return timing.in_fresh_process(_measure_peaks_in_this_process, op, case, impl)
 
 
-def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[Phase, float]:
-    """Measure the peak resident memory of each phase in this process.
+def _measure_peaks_in_this_process(op: str, case: BenchCase, impl: str) -> dict[Phase, float]:
+    """Measure the peak resident memory of each phase: forward, and forward with backward.
 
-    Each phase first runs on a tiny case, the probe. It loads libraries and starts threads, whose
+    Each phase first runs on a tiny case, the probe. This loads libraries and starts threads, whose
     memory is not counted.
 
     Args:
@@ -438,8 +440,8 @@ def _time_phase(
 
     Args:
         rows: rows of the case. Only those with the status "ok" are timed.
-        runnables: implementations that are bound to the inputs, by name.
-        phase: the phase.
+        runnables: the calls that run an implementation on the inputs, by its name.
+        phase: forward, or forward and backward.
         options: device and time.
     """
     runs: dict[str, Callable[[], object]] = {}
@@ -499,7 +501,7 @@ def run_spec(
     options: RunOptions,
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
 ) -> list[BenchRow]:
-    """Run cases in two rounds: fast implementations first, then those that compile for long.
+    """Check and time an operator on its cases, those implementations that compile for long last.
 
     No case is started after ``options.limit`` seconds, so that the result may lack rows.
 
@@ -507,7 +509,7 @@ def run_spec(
         spec: the benchmark.
         cases: the cases to run.
         options: device, implementations and time.
-        on_rows: called after each round of a case, with the case and all its rows so far.
+        on_rows: called when a case has new rows, with the case and all its rows so far.
 
     Returns:
         The rows of all cases.
@@ -516,7 +518,7 @@ def run_spec(
     ceilings: dict[str, Ceilings] = {}
     rows: dict[str, list[BenchRow]] = {}
     previous_dims: Mapping[str, int] | None = None
-    for case, names in _rounds(spec, cases, options):
+    for case, names in _order_in_rounds(spec, cases, options):
         if time.monotonic() - started > options.limit:
             break
         if previous_dims is not None and previous_dims != case.dims:
@@ -533,12 +535,14 @@ def run_spec(
     return list(itertools.chain.from_iterable(rows.values()))
 
 
-def _rounds(
+def _order_in_rounds(
     spec: BenchSpec,
     cases: Sequence[BenchCase],
     options: RunOptions,
 ) -> list[tuple[BenchCase, list[str]]]:
-    """Return all cases with their fast implementations, followed by all cases with the slow ones.
+    """Return what to run: all cases with fast implementations, then all cases with slow ones.
+
+    Slow implementations compile or tune for long before their first result.
 
     Args:
         spec: the benchmark.

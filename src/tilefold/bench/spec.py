@@ -127,10 +127,10 @@ class Inputs(ABC):
         label: str,
         train: Callable[..., Tensor] | None = None,
     ) -> Runnable:
-        """Return both phases of a function, applied to these inputs.
+        """Return calls that run a function on these inputs, without and with gradients.
 
         Args:
-            call: a function of ``(*leaves, *constants)`` that returns the output.
+            call: a function that returns the output. Its arguments are ``(*leaves, *constants)``.
             label: name of the function that runs, for reports.
             train: a function of the same arguments to use if gradients are needed. By default
                 ``call``.
@@ -261,15 +261,16 @@ class Gate:
     our_budget: Budget | None = None
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
-        """Run inference and training of an implementation once, and compare them with fp64.
+        """Run inference and training of an implementation once, and compare the results with fp64.
 
-        Free memory is filled with NaN before each run, so that an element that is never written is
-        not right by accident.
+        Free memory is filled with NaN before each run. An element that is never written would
+        otherwise be right by accident.
 
         Args:
-            runnable: the implementation, bound to ``inputs``.
-            kind: kind of the implementation, which decides its error budget.
+            runnable: the calls that run the implementation on ``inputs``.
+            kind: ``"ours"`` or ``"baseline"``, which decides how large errors may be.
         """
+        # gradients have the sizes of the leaves, and the output has that of its gradient
         result_like = (*self.inputs.leaves, self.inputs.grad_output)
         errors: dict[str, float] = {}
         poison_free_memory(result_like)
@@ -301,7 +302,7 @@ class Gate:
         dense = out.to_dense() if out.layout == torch.sparse_csr else out
         shape = self.inputs.grad_output.shape
         return {
-            f"{prefix}{name}": _slice_error(dense, shape, checked_slice)
+            f"{prefix}{name}": _measure_error(dense, shape, checked_slice)
             for name, checked_slice in self.outputs.items()
         }
 
@@ -313,17 +314,22 @@ class Gate:
         """
         checks = zip(self.gradients.items(), gradients, self.inputs.leaves, strict=True)
         return {
-            name: _slice_error(gradient, leaf.shape, checked_slice)
+            name: _measure_error(gradient, leaf.shape, checked_slice)
             for (name, checked_slice), gradient, leaf in checks
             if checked_slice is not None
         }
 
 
-def _slice_error(result: Tensor, shape: torch.Size, checked_slice: CheckedSlice) -> float:
-    """Return the relative error of a slice of a result.
+def _measure_error(result: Tensor, shape: torch.Size, checked_slice: CheckedSlice) -> float:
+    """Return the relative error of the checked part of a result, against its values in fp64.
 
     The error is infinite if the result does not have the expected shape, or has a value anywhere
     that is not finite.
+
+    Args:
+        result: the output, or a gradient.
+        shape: the shape that it must have.
+        checked_slice: the part that is checked.
     """
     if result.shape != shape or not bool(result.isfinite().all()):
         return float("inf")
@@ -337,8 +343,8 @@ def poison_free_memory(tensors: Sequence[Tensor]) -> None:
     accuracy gate.
 
     Args:
-        tensors: a block of the size of each floating-point tensor is filled. Integer tensors are
-            ignored.
+        tensors: tensors like those that will be allocated. A block of the size of each is filled;
+            integer tensors, which have no NaN, are ignored.
     """
     blocks = [
         torch.full_like(tensor, float("nan")) for tensor in tensors if tensor.is_floating_point()
@@ -416,26 +422,29 @@ def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def bound(call: Callable[..., Tensor], label: str = "torch") -> Build:
-    """Return the ``build`` of an implementation that is one function of ``(*leaves, *constants)``.
+    """Return the function that binds an implementation to the inputs of a case.
 
     Args:
-        call: the function.
+        call: the implementation, a function of ``(*inputs.leaves, *inputs.constants)``.
         label: name of the function, for reports.
     """
     return lambda inputs: inputs.bind(call, label)
 
 
 def bound_compiled(call: Callable[..., Tensor]) -> Build:
-    """Return the ``build`` of a function under ``torch.compile``.
+    """Return the function that binds an implementation under ``torch.compile`` to its inputs.
 
-    ``torch.compile`` is called by ``build`` and not at import. It initialises CUDA, and a process
-    that was forked after that cannot use CUDA.
+    ``torch.compile`` is called only when the implementation is bound. It initialises CUDA, and a
+    process that is forked after that cannot use CUDA.
+
+    Args:
+        call: the implementation, a function of ``(*inputs.leaves, *inputs.constants)``.
     """
     return lambda inputs: inputs.bind(compiled(call), "torch.compile")
 
 
 def captured(eager: Runnable) -> Runnable:
-    """Capture both phases as CUDA graphs, to time kernels without the CPU time of their launch.
+    """Capture an implementation as CUDA graphs, to time kernels without the CPU time of launches.
 
     Args:
         eager: the implementation to capture. ``CUDA graph`` is appended to its label.
@@ -495,7 +504,7 @@ def published_implementations(
 
     Args:
         package: name of the module to import.
-        builds: ``build`` by the name of the implementation.
+        builds: name of the implementation -> function that binds it to the inputs of a case.
         slow: whether the kernels compile or tune for long before their first result.
     """
     is_installed = importlib.util.find_spec(package) is not None
@@ -524,13 +533,14 @@ def tilefold_implementations(
 
     Args:
         call: the operator as a function ``call(*leaves, *constants, impl=...)``.
-        chosen_impl: resolves ``impl`` for a tensor, such as ``"auto"`` to ``"triton"``.
+        chosen_impl: a function of a tensor and ``impl`` that returns which implementation runs,
+            such as ``"triton"`` for ``"auto"``.
         tiled_on: types of devices on which ``tiled`` runs by default. ``reference`` never does.
         graph: whether to add ``tilefold-graph``, the kernels captured as a CUDA graph.
     """
 
     def build(inputs: Inputs, impl: str) -> Runnable:
-        label = chosen_impl(inputs.leaves[0], impl)
+        label = chosen_impl(inputs.leaves[0], impl)  # for reports
         return inputs.bind(functools.partial(call, impl=impl), label)
 
     def build_graph(inputs: Inputs) -> Runnable:
@@ -634,7 +644,7 @@ class BenchSpec:
         Raises:
             ValueError: if no case has this name.
         """
-        return _by_name("shape", name, {case.name: case for case in self.cases})
+        return _look_up("shape", name, {case.name: case for case in self.cases})
 
     def probe(self, case: BenchCase) -> BenchCase:
         """Return ``case`` with the tiny dimensions of ``probe_dims``."""
@@ -646,10 +656,10 @@ class BenchSpec:
         Raises:
             ValueError: if no implementation has this name.
         """
-        return _by_name("impl", name, {impl.name: impl for impl in self.implementations})
+        return _look_up("impl", name, {impl.name: impl for impl in self.implementations})
 
 
-def _by_name(argument: str, name: str, items: Mapping[str, _Named]) -> _Named:
+def _look_up(argument: str, name: str, items: Mapping[str, _Named]) -> _Named:
     """Return the item with a name, or raise ``ValueError`` with the names of all items."""
     if name in items:
         return items[name]

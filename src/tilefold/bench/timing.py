@@ -67,13 +67,13 @@ class TimeBudget:
     warmup: int = 2
 
 
-def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> list[float]:
-    """Time calls with CUDA events, and flush the L2 cache before each call.
+def _time_cuda_calls(run: Callable[[], object], reps: int, flush: torch.Tensor) -> list[float]:
+    """Time calls with CUDA events, each with an empty (cold) L2 cache.
 
     Args:
         run: the function to call.
         reps: number of calls.
-        flush: a tensor larger than the L2 cache, which is overwritten before each call.
+        flush: a tensor larger than the L2 cache. Writing it displaces the inputs from the cache.
 
     Returns:
         Milliseconds of each call.
@@ -97,6 +97,9 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
     Args:
         runs: functions to time, by the name of the implementation.
         budget: seconds and numbers of calls for each implementation, over all rounds.
+
+    Returns:
+        Percentiles of the milliseconds of a call, by the name of the implementation.
     """
     min_reps = math.ceil(budget.min_reps / budget.rounds)
     max_reps = math.ceil(budget.max_reps / budget.rounds)
@@ -108,10 +111,10 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
             for _ in range(budget.warmup):
                 run()
             # the time of one call determines how many calls fit into the round
-            (estimated_ms,) = _cuda_samples(run, 1, flush)
+            (estimated_ms,) = _time_cuda_calls(run, 1, flush)
             reps = int(round_ms / max(estimated_ms, 1e-3))
             reps = min(max(reps, min_reps), max_reps)
-            samples[name] += _cuda_samples(run, reps, flush)
+            samples[name] += _time_cuda_calls(run, reps, flush)
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
@@ -123,6 +126,9 @@ def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> di
     Args:
         runs: functions to time, by the name of the implementation.
         budget: seconds and numbers of calls for each implementation.
+
+    Returns:
+        Percentiles of the milliseconds of a call, by the name of the implementation.
     """
     if budget.warmup:
         for run in runs.values():
@@ -134,9 +140,9 @@ def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> di
             before = time.perf_counter()
             run()
             samples[name].append(1e3 * (time.perf_counter() - before))
-        reps = len(next(iter(samples.values())))
-        is_late = time.perf_counter() >= deadline
-        if reps >= budget.max_reps or (reps >= budget.min_reps and is_late):
+        reps = len(next(iter(samples.values())))  # the same for all
+        is_over_time = time.perf_counter() >= deadline
+        if reps >= budget.max_reps or (reps >= budget.min_reps and is_over_time):
             break
     return {name: Timing.of(values) for name, values in samples.items()}
 
@@ -146,12 +152,15 @@ def time_all(
     device: torch.device,
     budget: TimeBudget,
 ) -> dict[str, Timing]:
-    """Time calls with :func:`time_cuda` or :func:`time_cpu`.
+    """Time calls on a GPU or a CPU, on which the implementations take turns.
 
     Args:
         runs: functions to time, by the name of the implementation.
         device: the device on which they run.
         budget: seconds and numbers of calls for each implementation.
+
+    Returns:
+        Percentiles of the milliseconds of a call, by the name of the implementation.
     """
     return time_cuda(runs, budget) if device.type == "cuda" else time_cpu(runs, budget)
 
@@ -187,7 +196,7 @@ def in_fresh_process(
             ) from error
 
 
-def _proc_kib(file: str, field: str) -> int | None:
+def _read_proc_kib(file: str, field: str) -> int | None:
     """Return a field of a file in /proc, in KiB.
 
     Args:
@@ -204,15 +213,15 @@ def _proc_kib(file: str, field: str) -> int | None:
     return None
 
 
-def _reset_high_water() -> bool:
+def _reset_resident_peak() -> bool:
     """Reset the peak resident memory of this process, and return whether that worked."""
     try:
-        # Linux: "5" resets VmHWM to the current resident memory
+        # Linux: "5" resets the peak (VmHWM) to the current resident memory (VmRSS)
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
-    peak = _proc_kib("self/status", "VmHWM")
-    resident = _proc_kib("self/status", "VmRSS")
+    peak = _read_proc_kib("self/status", "VmHWM")
+    resident = _read_proc_kib("self/status", "VmRSS")
     if peak is None or resident is None:
         return False
     return peak <= resident + _HIGH_WATER_SLACK_KIB
@@ -223,9 +232,9 @@ def resident_mib() -> float:
 
     Without /proc, the result is the largest resident memory that the process ever had.
     """
-    resident = _proc_kib("self/status", "VmRSS")
+    resident = _read_proc_kib("self/status", "VmRSS")
     if resident is None:
-        resident = _max_rss_kib()
+        resident = _read_max_rss_kib()
     return resident / 1024
 
 
@@ -241,15 +250,15 @@ def resident_peak_mib(run: Callable[[], object]) -> float:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
-    was_reset = _reset_high_water()
+    was_reset = _reset_resident_peak()
     before = resident_mib()
     result = run()  # the result is part of the peak
-    peak_kib = _proc_kib("self/status", "VmHWM") if was_reset else _max_rss_kib()
+    peak_kib = _read_proc_kib("self/status", "VmHWM") if was_reset else _read_max_rss_kib()
     del result
     return max(0.0, (peak_kib or 0) / 1024 - before)
 
 
-def _max_rss_kib() -> int:
+def _read_max_rss_kib() -> int:
     """Return the largest resident memory that this process ever had, in KiB."""
     max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # in bytes on macOS, in KiB elsewhere
@@ -262,7 +271,9 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
-    """Measure the peak throughput of a device with a large matrix product and a large copy.
+    """Measure the peak throughput of a device, by a large matrix product and a large copy.
+
+    No implementation can be faster than the two allow (its ceilings).
 
     Args:
         device: the device.
@@ -278,10 +289,10 @@ def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
     a = torch.randn(size, size, device=device).to(torch_dtype)
     b = torch.randn(size, size, device=device).to(torch_dtype)
     c = torch.empty(size, size, device=device, dtype=torch_dtype)
-    product_seconds = _undisturbed_seconds(lambda: torch.mm(a, b, out=c), device)
+    product_seconds = _measure_seconds(lambda: torch.mm(a, b, out=c), device)
     source = torch.randint(0, 2**30, (copy_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    copy_seconds = _undisturbed_seconds(lambda: target.copy_(source), device)
+    copy_seconds = _measure_seconds(lambda: target.copy_(source), device)
     return Ceilings(
         # a multiplication and an addition for each of size^3 terms
         flops=2 * size**3 / product_seconds,
@@ -290,8 +301,8 @@ def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
     )
 
 
-def _undisturbed_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the 20th percentile of the times of a call: fast, but not an outlier.
+def _measure_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Measure the seconds of a call: the 20th percentile of its times, which is no outlier.
 
     Args:
         run: the function to time.

@@ -56,7 +56,7 @@ class CsrInputs(ScatterInputs):
     """Inputs of a case whose scores are returned in CSR form, for encoding without a gradient."""
 
     def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> spec.Runnable:
-        """Return the forward pass of a function and the conversion of its scores to CSR.
+        """Return a call that computes scores without gradients and converts them to CSR.
 
         Args:
             call: a function that returns dense scores.
@@ -101,11 +101,11 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> Sc
     batch, length, vocab_size = (case.dims[name] for name in ("B", "S", "V"))
     normal, generator = spec.random_tensors(device, seed)
     weights = normal(batch, length).to(spec.DTYPES[case.dtype])
-    ids = _random_ids(batch, length, vocab_size, case.variant == "ragged", generator)
+    ids = _draw_ids(batch, length, vocab_size, case.variant == "ragged", generator)
     ignored_ids = torch.tensor(SPECIAL_IDS, device=device)
     is_scored = ~torch.isin(ids, ignored_ids)
-    # Scores [B, V] are numbered row by row. A score is positive if a token with its id has a
-    # positive weight.
+    # Scores [B, V] are numbered row by row. The score of an id is positive if some token with this
+    # id has a positive weight.
     score_positions = torch.arange(batch, device=device)[:, None] * vocab_size + ids
     active_scores = torch.unique(score_positions[is_scored & (weights > 0)])
     inputs_class = CsrInputs if case.variant == "csr" else ScatterInputs
@@ -120,7 +120,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> Sc
     )
 
 
-def _random_ids(
+def _draw_ids(
     batch: int,
     length: int,
     vocab_size: int,
@@ -152,7 +152,9 @@ def _random_ids(
 
 
 def make_gate(case: spec.BenchCase, inputs: ScatterInputs) -> spec.Gate:
-    """Compute the scores and gradients of the first and the last sequence in fp64.
+    """Compute scores and gradients of two sequences in fp64, to check implementations with them.
+
+    These are the first and the last sequence.
 
     If two tokens with the same id have equal weights, either may receive the gradient of the score.
     The gradient of such a score in ``inputs.grad_output`` is set to 0.
@@ -287,7 +289,7 @@ def scatter_reduce_max(
 
 
 def _build_membership(inputs: ScatterInputs, compiled: bool) -> spec.Runnable:
-    """Return :func:`one_row_per_token_scatter`, bound to the inputs.
+    """Return the scatter that gives each token a row over the vocabulary, as a call on the inputs.
 
     Raises:
         spec.NotApplicable: for CSR scores.
@@ -303,7 +305,7 @@ def _build_scatter_reduce(inputs: ScatterInputs, compiled: bool) -> spec.Runnabl
 
 
 def _bind_torch(inputs: ScatterInputs, scatter: Scatter, compiled: bool) -> spec.Runnable:
-    """Bind a function of torch operations to the inputs.
+    """Return a call that runs a function of torch operations on the inputs.
 
     Args:
         inputs: the inputs of the case.
@@ -316,7 +318,7 @@ def _bind_torch(inputs: ScatterInputs, scatter: Scatter, compiled: bool) -> spec
 
 
 def _build_sparse(inputs: ScatterInputs) -> spec.Runnable:
-    """Return tilefold's scatter to CSR scores, bound to the inputs.
+    """Return tilefold's scatter to scores in CSR form, as a call on the inputs.
 
     Raises:
         spec.NotApplicable: for dense scores.
