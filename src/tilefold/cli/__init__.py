@@ -60,10 +60,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run_until_signal(args: list[str], debug: bool) -> int:
-    """Run a command, which SIGTERM ends as Ctrl-C does, and return its exit code.
+    """Run a command until it ends, or until Ctrl-C or SIGTERM, and return its exit code.
 
-    While the server listens, it handles SIGTERM itself, because it first answers the pending
-    requests.
+    SIGTERM ends a command as Ctrl-C does. Only ``tilefold serve`` handles it itself while it
+    listens, because it first answers the pending requests.
 
     Args:
         args: the words of the command line, without ``--debug``.
@@ -95,7 +95,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
         return 1
     from tilefold.cli import _common, _options
 
-    # Tests run several commands in one process: the lists may hold entries of the last one.
+    # Tests run several commands in one process: the lists may hold entries of an earlier command.
     _common.finished_work_checks.clear()
     _common.resume_notes.clear()
     _options.command_line[:] = [*args, "--debug"] if debug else args
@@ -113,7 +113,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     except Exception as error:
         if debug:
             raise
-        return _report(error)
+        return _report_error(error)
     if exit_code != INTERRUPTED:  # typer turns Ctrl-C into this code
         return exit_code
     _report_interruption(by_sigterm=termination.received)
@@ -155,7 +155,7 @@ def _run_command(args: list[str]) -> int:
 
     # Without a known command as first word, typer needs all commands for its help or its error.
     only_command = args[0] if args and args[0] in COMMANDS else None
-    command = typer.main.get_command(_app(only_command))
+    command = typer.main.get_command(_create_app(only_command))
     with tally_truncation() as tally:
         result = command(args or ["--help"], prog_name="tilefold", standalone_mode=False)
     for line in tally.sentences():
@@ -165,7 +165,7 @@ def _run_command(args: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _report(error: Exception) -> int:
+def _report_error(error: Exception) -> int:
     """Print an error as one line, with a hint if there is one, and return the exit code.
 
     Errors of usage, of data and of the system are expected. The line of any other error begins with
@@ -207,12 +207,12 @@ def _report_typer_error(error: Any) -> None:
 
 
 @functools.cache
-def _app(command: str | None = None) -> Any:
-    """Return the typer application.
+def _create_app(command: str | None = None) -> Any:
+    """Create the typer application, which parses the command line.
 
     Args:
-        command: the name of its only command, so that the files of other commands are not imported;
-            None for all commands.
+        command: the name of the only command that it gets, so that the files of other commands
+            are not imported; None for all commands.
     """
     import typer
 
@@ -228,14 +228,14 @@ def _app(command: str | None = None) -> Any:
     app.callback()(root)
     names = COMMANDS if command is None else (command,)
     for name in names:
-        app.command(cls=Command)(as_command(_function_of(name)))
+        app.command(cls=Command)(as_command(_import_command(name)))
     return app
 
 
-def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912 - one per command
+def _import_command(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912 - one per command
     """Import the function of a command, but not the files of other commands.
 
-    Each import is a statement of its own, so that the imports of the package can be checked.
+    Each import is a statement of its own, so that a test can check the imports of the package.
 
     Args:
         command: one of :data:`COMMANDS`.
@@ -320,5 +320,5 @@ def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912
 def __getattr__(name: str) -> Any:
     """Create the attribute ``app``, the typer application of all commands, when it is read."""
     if name == "app":
-        return _app()
+        return _create_app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

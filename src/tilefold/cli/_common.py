@@ -260,17 +260,18 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def resumable_progress_bar(text: str, hint: str = "") -> Iterator[Callable[..., None]]:
-    """Show progress of work that may resume an earlier run, see :func:`progress_bar`.
+    """Show progress on stderr, of work that may resume an earlier run.
 
-    The first report counts the items that the earlier run has finished. If there are any, a line
-    says so.
+    There is a bar on a terminal, and otherwise a line per minute. If the first report counts items
+    of the earlier run, a line says so.
 
     Args:
         text: the name of the work, such as ``"encoding"``.
         hint: how to start over, for that line; empty for no hint.
 
     Yields:
-        The function of :func:`progress_bar`.
+        A function that shows progress. It takes the number of finished items, their total, and an
+        optional remark. It ends the command if a SIGTERM has arrived.
     """
     is_first_report = True
     console = stderr()
@@ -344,7 +345,7 @@ class _LinePerMinute:
     def __init__(self, text: str) -> None:
         self._text = text
         # Time and number of finished items of the first call.
-        self._first: tuple[float, int] | None = None
+        self._first_call: tuple[float, int] | None = None
         self._last_line = time.monotonic()
 
     def __call__(self, done: int, total: int, remark: str = "") -> None:
@@ -356,10 +357,10 @@ class _LinePerMinute:
             remark: a remark after the number; empty for none.
         """
         now = time.monotonic()
-        if self._first is None:
+        if self._first_call is None:
             # `done` may already include the work of an earlier run, which the rate leaves out.
-            self._first = (now, done)
-        first_time, first_done = self._first
+            self._first_call = (now, done)
+        first_time, first_done = self._first_call
         if now - self._last_line < SECONDS_PER_LINE or done == first_done:
             return
         self._last_line = now
@@ -368,12 +369,12 @@ class _LinePerMinute:
             f"{done:,} of {total:,}",
             remark,
             f"{rate:.3g} per second",
-            f"{duration((total - done) / rate)} left",
+            f"{format_duration((total - done) / rate)} left",
         ]
         note(f"{self._text}: {', '.join(part for part in parts if part)}")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in seconds, minutes or hours, depending on its length."""
     minutes = seconds / 60
     hours = seconds / 3600
@@ -384,7 +385,7 @@ def duration(seconds: float) -> str:
     return f"{hours:.1f} h"
 
 
-def size(n_bytes: float) -> str:
+def format_size(n_bytes: float) -> str:
     """Format a number of bytes in kB, MB or GB, depending on its size."""
     if n_bytes < 1e6:
         return f"{n_bytes / 1e3:.1f} kB"
@@ -395,9 +396,9 @@ def size(n_bytes: float) -> str:
 
 @contextmanager
 def heartbeat(text: str) -> Iterator[None]:
-    """Print the elapsed time on stderr every minute in this context.
+    """Print the elapsed time on stderr every minute, from a thread, until the context ends.
 
-    The context is for work that cannot report its progress. A thread prints the lines.
+    The context is for work that cannot report its progress.
 
     Args:
         text: the name of the work, such as ``"merging"``.
@@ -406,8 +407,8 @@ def heartbeat(text: str) -> Iterator[None]:
     ended = threading.Event()
 
     def print_lines() -> None:
-        while not ended.wait(SECONDS_PER_LINE):
-            note(f"{text}: {duration(time.monotonic() - started)} so far")
+        while not ended.wait(SECONDS_PER_LINE):  # True as soon as the context ends
+            note(f"{text}: {format_duration(time.monotonic() - started)} so far")
 
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
@@ -436,11 +437,11 @@ def document_fields(
     fields: DocumentFields,
     page_ranges: PageRanges | None = None,
 ) -> Iterator[None]:
-    """Read the documents of ``--data`` with these field names, and these pages, in this context.
+    """Let :func:`load_data` read documents with custom field names, until the context ends.
 
     Args:
-        fields: custom names of the document fields.
-        page_ranges: the pages of each file; None for all.
+        fields: the names of the id, title and text fields of ``--data``.
+        page_ranges: the pages to read of each PDF; None for all.
     """
     _fields.append(fields)
     _page_ranges.append(page_ranges)
@@ -452,12 +453,12 @@ def document_fields(
 
 
 def current_document_fields() -> DocumentFields:
-    """Return the field names that the running command was given, see :func:`document_fields`."""
+    """Return the names of the id, title and text fields that the running command was given."""
     return _fields[-1] if _fields else DocumentFields()
 
 
 def current_page_ranges() -> PageRanges | None:
-    """Return the pages that the running command was given, see :func:`document_fields`."""
+    """Return the pages of each PDF that the running command was given; None for all."""
     return _page_ranges[-1] if _page_ranges else None
 
 
@@ -532,7 +533,7 @@ def check_split(collection: Collection, split: str, option: str = "--split") -> 
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, which begins with the file for errors of the system."""
+    """Return the text of an error; for an error of the system, its file and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename2 or error.filename}: {error.strerror}"
     return str(error).strip()

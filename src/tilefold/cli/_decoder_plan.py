@@ -192,11 +192,11 @@ def decoder_shape(config: Any) -> DecoderShape:
         layer_parameters=layer_parameters,
         parameters=sum(parameter.numel() for parameter in network.parameters()),
         lora_parameters=len(layers) * lora_parameters_per_layer,
-        weight_bytes=_bytes_per_weight(config),
+        weight_bytes=_read_bytes_per_weight(config),
     )
 
 
-def _bytes_per_weight(config: Any) -> int:
+def _read_bytes_per_weight(config: Any) -> int:
     """Return the bytes of a weight in the dtype that a configuration names; fp32 without one."""
     import torch
 

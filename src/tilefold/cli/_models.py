@@ -77,12 +77,12 @@ def checked_model_name(name: str, option: str) -> str:
     if problem is not None:
         raise UsageError(
             f"{option}: there is no folder {name}, and {problem}; {PACKAGED} needs no download"
-            f"{cached_models()}; train one with: tilefold train",
+            f"{list_cached_models()}; train one with: tilefold train",
         )
     return name
 
 
-def cached_models() -> str:
+def list_cached_models() -> str:
     """Return a list of the models in the Hugging Face cache, to be appended to a message.
 
     Returns:
@@ -152,7 +152,7 @@ def _hub_problem(name: str) -> str | None:
 
 
 def load_encoder(name: str, dtype: Dtype = "auto") -> SparseEncoder:
-    """Load a SparseEncoder, with the fused head if its architecture supports it.
+    """Load a SparseEncoder, with tilefold's fused kernel for its head if that supports the model.
 
     Args:
         name: a folder, a Hugging Face name, or the name of the packaged model.
@@ -172,7 +172,7 @@ def load_model(
     invariant: bool = False,
     advice: str | None = None,
 ) -> tuple[Any, str]:
-    """Load a model of an accepted kind, and accelerate it if its kind is in `fast`.
+    """Load a model of an accepted kind, and let it run with tilefold's kernels (accelerate it).
 
     The packaged model is loaded as a dense model, or as an untrained sparse or multi-vector model
     if only that kind is accepted. No remote code runs, and a folder is read without access to the
@@ -182,7 +182,7 @@ def load_model(
         name: a folder, a Hugging Face name, or the name of the packaged model.
         option: the option that names the model, for messages.
         kinds: the accepted kinds, such as ``"sparse"``, ``"multi-vector"``, ``"dense"``.
-        fast: the kinds that are accelerated.
+        fast: the kinds that are accelerated. Models of other kinds keep their original code.
         dtype: the value of ``--dtype``.
         invariant: whether the vector of a text must have the same bits in every batch. A model of
             any kind is accelerated then.
@@ -206,6 +206,7 @@ def load_model(
     with quiet_libraries():
         is_untrained = name == PACKAGED and kinds in (("sparse",), ("multi-vector",))
         stored_kind = kinds[0] if is_untrained else saved_kind(path)
+        # A plain masked language model is loaded as a sparse model.
         kind = "sparse" if stored_kind == "backbone" else stored_kind
         if kind not in kinds:
             expected = " or ".join(_NAMES[accepted] for accepted in kinds)
@@ -216,7 +217,7 @@ def load_model(
         try:
             with errors_name_options(dtype="--dtype"):
                 if is_untrained:
-                    model = _untrained(kind, dtype)
+                    model = _build_untrained(kind, dtype)
                 else:
                     model = load_saved(path, stored_kind, dtype)
         except OSError as error:
@@ -240,7 +241,7 @@ def load_model(
     return model, kind
 
 
-def _untrained(kind: str, dtype: Dtype) -> Any:
+def _build_untrained(kind: str, dtype: Dtype) -> Any:
     """Build the packaged model as an untrained sparse or multi-vector model.
 
     Args:
@@ -298,18 +299,18 @@ def load_kind(
     fp8: bool = False,
     invariant: bool = False,
 ) -> tuple[Any, str]:
-    """Load the model that encodes texts to a kind of vectors.
+    """Load a model that encodes texts to vectors, and check the kind of its vectors.
 
     Args:
         model: a folder, a Hugging Face name, or the name of the packaged model.
-        kind: the kind of the vectors, a key of ``KINDS``. None takes the kind of the model, and
-            ``"sparse"`` for the packaged model.
+        kind: ``"sparse"``, ``"tokens"`` or ``"dense"`` vectors. None takes those of the model, and
+            sparse ones of the packaged model.
         dtype: the value of ``--dtype``.
         fp8: the value of ``--fp8``.
         invariant: the value of ``--invariant``.
 
     Returns:
-        The model and its kind.
+        The model and its kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
     """
     if model == PACKAGED and kind is None:
         kind = "sparse"
@@ -335,7 +336,7 @@ def load_once(
     fp8: bool = False,
     invariant: bool = False,
 ) -> Any:
-    """Load a model, or return the one that this process has loaded before.
+    """Load a model with tilefold's kernels, or return it if this process has loaded it before.
 
     Args:
         name: a folder, a Hugging Face name, or the name of the packaged model.
@@ -351,7 +352,10 @@ def load_once(
 
 
 def _use_fp8(model: Model) -> None:
-    """Let the trunk of an accelerated model multiply in fp8.
+    """Let the linear layers of a model's transformer multiply in fp8.
+
+    Args:
+        model: a model that runs with tilefold's kernels.
 
     Raises:
         UsageError: if its device or its layers do not allow it.
@@ -406,10 +410,10 @@ def _advice_for_kind(name: str, kind: str, accepted_kinds: tuple[str, ...]) -> s
 
 
 def _accelerate(model: Model, kind: str) -> None:
-    """Accelerate a model, or print a note why it keeps its original forward.
+    """Let a model run with tilefold's kernels, or print a note why it keeps its original code.
 
     Args:
-        model: the model, which is accelerated in place.
+        model: the model, which is changed in place.
         kind: the kind of the model, such as ``"sparse"``.
     """
     from tilefold.integrations.sentence_transformers import accelerate, restore
@@ -417,16 +421,16 @@ def _accelerate(model: Model, kind: str) -> None:
     try:
         accelerate(model)
     except (ValueError, RuntimeError) as error:  # unsupported, or it fails in a self-check
-        restore(model)
+        restore(model)  # the original code
         plain_part = "head" if kind == "sparse" else "model"
         note(f"encoding with the plain {plain_part}: {first_line(error)}")
 
 
 def make_invariant(model: Model, name: str) -> None:
-    """Let a model compute the same bits for a text in every batch.
+    """Let a model compute the same bits for a text in every batch, with kernels of tilefold.
 
     Args:
-        model: the model, which is accelerated in place.
+        model: the model, which is changed in place.
         name: the name of the model in the message.
 
     Raises:
@@ -458,10 +462,10 @@ def check_sentence_transformers() -> None:
 
 @cache
 def _import_model_classes() -> None:
-    """Import the modules that load and accelerate models.
+    """Import the modules that load models and run them with tilefold's kernels.
 
-    Lean imports end with the import of a module, so all modules that encoding needs are imported
-    together.
+    All of them are imported together, because the caller's :func:`lean_imports` leaves out the
+    trainers only until it ends.
     """
     from sentence_transformers import (  # noqa: F401
         CrossEncoder,

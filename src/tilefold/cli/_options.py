@@ -95,7 +95,7 @@ def argument(help: str) -> Any:
 
 
 def is_given(value: object) -> bool:
-    """Whether an option was given on the command line, for an option whose default is unset."""
+    """Return whether an option was given whose default is None or False."""
     return value is not None and value is not False
 
 
@@ -106,7 +106,8 @@ def refuse_options(options: Mapping[str, object], reason: str) -> None:
     --passages.`` if ``self.stride`` was given.
 
     Args:
-        options: option -> its value, or for an option with a default whether its value differs.
+        options: option -> its value. An option counts as given if this is neither None nor False.
+            For an option with another default, it is whether the value differs from the default.
         reason: the predicate of the message, whose subject is the option.
     """
     for spelling, value in options.items():
@@ -115,11 +116,11 @@ def refuse_options(options: Mapping[str, object], reason: str) -> None:
 
 
 def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
-    """Return field -> option declaration of a request.
+    """Return field -> declaration of its option, for the options of a command.
 
     A field is annotated as ``Annotated[type, option(...)]``, whose second part is the declaration.
-    The fields of a class precede those of its base classes, as in ``--help``. An option without a
-    group gets the group ``HELP_PANEL`` of its class.
+    The fields of a class precede those of its base classes, as in ``--help``. An option that names
+    no group of ``--help`` gets the group ``HELP_PANEL`` of its class.
 
     Args:
         request_type: the dataclass with the options of a command.
@@ -132,7 +133,7 @@ def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
             if name in declared or name == "HELP_PANEL":
                 continue
             _, declaration = get_args(hints[name])
-            info = copy.copy(declaration)
+            info = copy.copy(declaration)  # several commands share a declaration
             if info.rich_help_panel is None:
                 info.rich_help_panel = panel
             declared[name] = info
@@ -248,7 +249,7 @@ class DocumentFieldOptions(Options):
 
 
 def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
-    """Return a command function with a parameter for each field of a request.
+    """Wrap the function of a command, so that it has a parameter for each of the command's options.
 
     typer turns each parameter into an option. If the library raises an error about an argument with
     the name of a field, the error names the option: ``--top-k`` for the argument ``top_k``.
@@ -263,24 +264,24 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         request = request_type(**values)
-        with errors_name_options(**option_of_argument), _document_fields_of(request):
+        with errors_name_options(**option_of_argument), _use_document_fields(request):
             function(request)
 
     # typer reads the parameters from the signature.
-    signature = inspect.Signature(_parameters(request_type))
+    signature = inspect.Signature(_create_parameters(request_type))
     command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 
-def _document_fields_of(request: Options) -> AbstractContextManager[None]:
-    """Return a context in which ``--data`` is read with the field names of a request, if any."""
+def _use_document_fields(request: Options) -> AbstractContextManager[None]:
+    """Return a context in which ``--data`` is read with the field names of the options, if any."""
     if isinstance(request, DocumentFieldOptions):
         return document_fields(request.document_fields(), request.parsed_page_ranges())
     return nullcontext()
 
 
-def _parameters(request_type: type[Any]) -> list[inspect.Parameter]:
-    """Return a keyword parameter for each field of a request, which typer reads as an option.
+def _create_parameters(request_type: type[Any]) -> list[inspect.Parameter]:
+    """Return a keyword parameter for each option of a command, from which typer makes the option.
 
     Args:
         request_type: the dataclass with the options of a command.
@@ -288,21 +289,21 @@ def _parameters(request_type: type[Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(request_type)  # types without `Annotated`
     defaults = {field.name: field.default for field in dataclasses.fields(request_type)}
     return [
-        _parameter(name, hints[name], defaults[name], declaration)
+        _create_parameter(name, hints[name], defaults[name], declaration)
         for name, declaration in declared_options(request_type).items()
     ]
 
 
-def _parameter(
+def _create_parameter(
     name: str,
     value_type: Any,
     default: object,
     declaration: ParameterInfo,
 ) -> inspect.Parameter:
-    """Return the keyword parameter that typer reads for a field of a request.
+    """Return the keyword parameter from which typer makes an option.
 
-    A choice (a ``Literal``) is declared as optional text. The request checks its value, and its
-    message names the choices.
+    An option with a few allowed values (a ``Literal``) is declared as optional text. The request
+    checks the value instead of typer, and its error lists the allowed values.
 
     Args:
         name: the name of the field.
@@ -348,7 +349,7 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
 
 @contextmanager
 def errors_name_options(**spellings: str) -> Iterator[None]:
-    """Translate errors about arguments of the library into errors about options.
+    """Replace names of arguments by names of options, in errors that are raised in this context.
 
     With ``depth="--prf-depth"``, the message ``depth: expected ...`` becomes ``--prf-depth:
     expected ...``. Errors about any other argument are raised unchanged.
@@ -369,8 +370,8 @@ def errors_name_options(**spellings: str) -> Iterator[None]:
         subject = ", ".join(spellings[argument] for argument in error.arguments)
         if ":" not in subject:
             subject += ":"
-        kind = CommandError if isinstance(error, DataError) else UsageError
-        raise kind(f"{subject} {error.problem}") from error
+        error_class = CommandError if isinstance(error, DataError) else UsageError
+        raise error_class(f"{subject} {error.problem}") from error
 
 
 def checked_bm25_language(language: str | None) -> str:
@@ -392,6 +393,8 @@ def checked_bm25_language(language: str | None) -> str:
 
 def run_on_devices(devices: str | None) -> int | None:
     """Run this command again in one process per device, and wait until all have ended.
+
+    Nothing is started for a single device, or in a process that this function has started.
 
     Args:
         devices: the value of ``--devices``: a number, or ``"all"`` for all GPUs of this machine.
@@ -506,17 +509,17 @@ class Command(TyperCommand):
             UsageError: if an option of :data:`INPUTS` is repeated: its first value would be lost.
         """
         declared = {parameter.name for parameter in self.params}  # without click's own --help
-        names: set[str] = set()
+        given_before: set[str] = set()
         for parameter in parameters:
             may_be_repeated = getattr(parameter, "multiple", False)
             if parameter.name not in declared or may_be_repeated:
                 continue
-            if parameter.name in names:
+            if parameter.name in given_before:
                 spelling = "/".join((*parameter.opts, *parameter.secondary_opts))
                 if parameter.name in INPUTS:
                     raise UsageError(f"{spelling} was given twice: leave one out.")
                 note(f"{spelling} was given twice: the last one counts.")
-            names.add(parameter.name)
+            given_before.add(parameter.name)
 
 
 def root(

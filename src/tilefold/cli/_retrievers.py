@@ -175,10 +175,10 @@ class IndexOptions(DtypeOptions):
         )
 
     def search_options(self, backend: str) -> dict[str, int | float]:
-        """Return the given search options of an index, as :class:`Searcher` takes them.
+        """Return the options of a search in an index that were given, by their names in Python.
 
         Args:
-            backend: the backend of the index, such as ``"seismic"``.
+            backend: the backend (kind) of the index, such as ``"seismic"``.
 
         Raises:
             UsageError: if an option of another backend was given.
@@ -439,7 +439,7 @@ class LoadedIndex:
     Attributes:
         index: the index, of any backend.
         model: the model; None for a BM25 index.
-        search_options: the given search options, as :class:`Searcher` takes them.
+        search_options: name -> value of search options that were given, such as ``query_cut``.
     """
 
     index: AnyIndex
@@ -452,7 +452,7 @@ def load_index(request: IndexOptions, fast: tuple[str, ...] = ("sparse",)) -> Lo
 
     Args:
         request: the options that name the index and the model.
-        fast: the kinds of models that are accelerated.
+        fast: the kinds of models, such as ``"dense"``, that run with tilefold's kernels.
 
     Raises:
         CommandError: if the index was made by a different model and ``--other-model`` is not given.
@@ -470,7 +470,7 @@ def load_index(request: IndexOptions, fast: tuple[str, ...] = ("sparse",)) -> Lo
 
 
 def reopen_index(request: IndexOptions, opened: AnyIndex) -> LoadedIndex:
-    """Open the index of ``--index`` again, without its model, after the folder has changed.
+    """Open the index of ``--index`` again after its folder has changed, without loading its model.
 
     Args:
         request: the options that name the index and the model.
@@ -497,7 +497,7 @@ def check_index_options(request: IndexOptions, backend: str) -> None:
     Raises:
         UsageError: if an option is of another backend, or an index of vectors has no ``--model``.
     """
-    request.search_options(backend)
+    request.search_options(backend)  # raises an error for an option of another backend
     if backend == "bm25":
         refuse_options(
             {
@@ -519,10 +519,10 @@ def check_index_options(request: IndexOptions, backend: str) -> None:
 
 
 def _loads_reranker(request: IndexOptions) -> bool:
-    """Whether a command loads a model that reranks, besides the model of its index."""
+    """Return whether a command loads a model that reranks, besides the model of its index."""
     if isinstance(request, RerankOptions):
         return request.rerank is not None
-    return getattr(request, "tokens", None) is not None  # the option of `tilefold serve`
+    return getattr(request, "tokens", None) is not None  # `tilefold serve` has --tokens instead
 
 
 def _open_index(request: IndexOptions) -> Any:
@@ -541,9 +541,9 @@ def _check_model_of_index(
     request: IndexOptions,
     model_name: str,
     encoder: Model,
-    made_by: Provenance,
+    index_provenance: Provenance,
 ) -> None:
-    """Check that a model encoded the documents of an index.
+    """Check that a model encoded the documents of an index, by its fingerprint.
 
     With ``--other-model``, a different model is accepted, and a note is printed.
 
@@ -551,7 +551,7 @@ def _check_model_of_index(
         request: the options that name the index.
         model_name: the value of ``--model``.
         encoder: the model.
-        made_by: the provenance of the index.
+        index_provenance: what the index was made from, with the fingerprint of its model.
 
     Raises:
         CommandError: if it is a different model and ``--other-model`` is not given.
@@ -560,10 +560,11 @@ def _check_model_of_index(
 
     folder = request.searched_folder
     try:
-        is_recorded = check_model(made_by, encoder, model_name, f"the index {folder}")
+        is_recorded = check_model(index_provenance, encoder, model_name, f"the index {folder}")
     except ValueError as error:
         if not request.other_model:
-            raise CommandError(f"--{error}") from error  # the text begins with "model: "
+            # The text begins with "model: ", which becomes the option.
+            raise CommandError(f"--{error}") from error
         note(f"--model: {model_name} is not the model that made the index {folder}")
         return
     if not is_recorded:
@@ -585,9 +586,9 @@ def _load_query_encoder(
         request: the options that name the index.
         model_name: the value of ``--model``.
         index: the index.
-        fast: the kinds of models that are accelerated.
+        fast: the kinds of models, such as ``"dense"``, that run with tilefold's kernels.
     """
-    if index.backend in (DENSE, LATE):
+    if index.backend in (DENSE, LATE):  # an index of dense vectors, or of token vectors
         kind = "dense" if index.backend == DENSE else "multi-vector"
         reason = f"{request.searched_folder} holds {_models.VECTORS[kind]}"
         _refuse_sparse_options(request, index.backend, reason)
@@ -603,18 +604,18 @@ def _load_query_encoder(
 
 
 def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> None:
-    """Raise ``UsageError`` for options of sparse queries on an index of other vectors.
+    """Raise ``UsageError`` for options of sparse vectors, with an index of dense or token vectors.
 
     Args:
         request: the options.
-        backend: the backend of the index, for dense or token vectors.
+        backend: ``"dense"``, or ``"late"`` for an index of token vectors.
         reason: why the options do not fit, for the message.
     """
     options: dict[str, object] = {"--query-top-k": request.query_top_k}
     if isinstance(request, FeedbackOptions):
         if backend == DENSE:
             options["--prf-terms"] = request.prf_terms
-        else:
+        else:  # token vectors have no feedback at all
             options["--prf"] = request.prf
     if backend == LATE:
         options["--vectors"] = request.vectors
@@ -657,13 +658,13 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class SearcherParts:
-    """The optional parts of a searcher.
+    """What a searcher may have besides its index and its model.
 
     Attributes:
         documents: the documents by id, whose titles and passages hits show.
         vectors: the folder of the encoded documents, for feedback and matched terms.
-        second: the second ranking of ``--prf-with``.
-        late: the multi-vector model that reranks.
+        second: the ranking of ``--prf-with``, which is interpolated with that of the index.
+        late: the multi-vector model that reranks by late interaction.
         tokens: the token vectors of the documents, for reranking.
     """
 
@@ -678,11 +679,12 @@ def open_searcher(
     request: IndexOptions,
     load_parts: Callable[[Provenance], SearcherParts],
 ) -> Searcher:
-    """Load an index, its model and optional parts, and return a searcher.
+    """Load an index and its model, and return the searcher that encodes and searches queries.
 
     Args:
         request: the options that name the index, the model and how it is searched.
-        load_parts: a function that loads the optional parts, given the provenance of the index.
+        load_parts: a function that loads what else the searcher needs, such as a reranker. Its
+            argument is the provenance of the index: the fingerprints of its documents and model.
 
     Raises:
         UsageError: if options do not fit the index.
@@ -691,23 +693,23 @@ def open_searcher(
 
     loaded = load_index(request)
     parts = load_parts(loaded.index.provenance)
-    prf = None
-    second = None
+    feedback_method = None
+    second_ranking = None
     if isinstance(request, FeedbackOptions):
-        prf = request.prf
-        second = request.prf_with
+        feedback_method = request.prf
+        second_ranking = request.prf_with
     if loaded.index.backend == DENSE and request.index is not None:
         refuse_options(
             {"--vectors": request.vectors},
             f"has no effect: {request.index} holds its own vectors",
         )
-    elif loaded.model is not None and prf is not None and parts.vectors is None:
+    elif loaded.model is not None and feedback_method is not None and parts.vectors is None:
         raise UsageError(
             "--prf reads the vectors of the best documents: give them with --vectors.",
         )
     option_errors = _options.errors_name_options(
         vectors="--vectors",
-        second=f"--prf-with: {second}",
+        second=f"--prf-with: {second_ranking}",
         tokens="--rerank",
         model="--rerank-model",
     )
@@ -722,7 +724,7 @@ def open_searcher(
             tokens=parts.tokens,
             query_top_k=request.query_top_k,
             options=loaded.search_options,
-            other_model=True,  # load_index has checked the model
+            other_model=True,  # accepts any model, because load_index has checked it
         )
 
 
@@ -756,7 +758,7 @@ def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | N
 
 
 def _field_kinds(index: Any) -> Mapping[str, Sequence[str]] | None:
-    """Return metadata field -> kinds of its values in an index; None without metadata."""
+    """Return metadata field -> kinds of its values, such as "number"; None without metadata."""
     if index.backend == "qdrant":
         kinds: Mapping[str, Sequence[str]] | None = index.collection.field_kinds
         return kinds
@@ -810,7 +812,9 @@ def iterate_rankings(
     queries: Mapping[str, str],
     request: SearchRequest,
 ) -> Iterator[QueryRanking]:
-    """Search queries in chunks, rerank their documents if requested, and yield the rankings.
+    """Search queries, rerank their documents if requested, and yield the ranking of each query.
+
+    Many queries are searched at a time, because that is faster than one by one.
 
     A progress bar shows the number of queries.
 
@@ -892,7 +896,8 @@ def open_dense(
         request: the options of the search.
         texts: document id -> text.
         max_length: the maximum tokens per text; None takes the maximum of the model.
-        second: a second ranking of the documents, for interpolation around feedback.
+        second: another ranking, of ``--prf-with``, whose scores are interpolated with those of
+            the dense model before or after feedback.
 
     Raises:
         UsageError: if an option has no effect on a dense model.
@@ -926,12 +931,14 @@ def load_second_ranking(
     queries: Mapping[str, str],
     documents_provenance: Provenance,
 ) -> BM25Index | Run:
-    """Load the second ranking of ``--prf-with``: a BM25 index, or a run of the queries.
+    """Load the ranking of ``--prf-with``: a BM25 index, or a run of the queries.
+
+    Its scores are interpolated with those of the index before or after feedback.
 
     Args:
         path: the folder of the index, or the file of the run.
         queries: query id -> text.
-        documents_provenance: the provenance of the searched documents.
+        documents_provenance: the fingerprint of the searched documents.
 
     Raises:
         CommandError: if it was made from other documents, or a run has none of the queries.
@@ -971,17 +978,18 @@ def load_second_index(path: Path) -> BM25Index:
 
 def _check_documents_of_second_ranking(
     path: Path,
-    made_from: Provenance,
+    ranking_provenance: Provenance,
     documents_provenance: Provenance,
 ) -> None:
-    """Raise ``CommandError`` if a second ranking was not made from the searched documents.
+    """Raise ``CommandError`` if the ranking of ``--prf-with`` is of other documents.
 
     Args:
-        path: the second ranking, for messages.
-        made_from: the provenance of the second ranking.
-        documents_provenance: the provenance of the searched documents.
+        path: the BM25 index or the run of ``--prf-with``, for messages.
+        ranking_provenance: the fingerprint of its documents.
+        documents_provenance: the fingerprint of the searched documents.
     """
-    if "texts_sha256" in documents_provenance.differing_fields(made_from):
+    # `texts_sha256` is the digest of the documents.
+    if "texts_sha256" in documents_provenance.differing_fields(ranking_provenance):
         raise CommandError(
             f"--prf-with: {path} was made from other documents than those that are searched.",
         )
@@ -1000,7 +1008,7 @@ def load_reranker(
         source: the value of ``--rerank``: a folder of token vectors, or a multi-vector model.
         model_name: the value of ``--rerank-model``; None if it was not given.
         documents: the documents by id. If `source` is a model, it encodes their texts.
-        provenance: the provenance of the documents.
+        provenance: the fingerprint of the documents, which stored token vectors must have.
         dtype: the value of ``--dtype``.
     """
     from tilefold.retrieval.search.reranking import Reranker
@@ -1031,7 +1039,7 @@ def load_reranking_model(
     option: str = "--rerank",
     fast: tuple[str, ...] = (),
 ) -> RerankingModel:
-    """Load a multi-vector model that reranks, with the stored token vectors if there are any.
+    """Load a multi-vector model for reranking, and open the documents' token vectors if stored.
 
     Args:
         source: the value of `option`: a folder of token vectors, or a multi-vector model.
@@ -1041,10 +1049,11 @@ def load_reranking_model(
         has_texts: whether the command has the texts of the documents, which a model without stored
             token vectors encodes.
         option: the option that names `source`, for messages.
-        fast: the kinds of models that are accelerated.
+        fast: the kinds of models, such as ``"multi-vector"``, that run with tilefold's kernels.
 
     Raises:
-        UsageError: if `source` is neither of them, or the options do not fit it.
+        UsageError: if `source` is neither token vectors nor a multi-vector model, or `model_name`
+            or the texts do not fit it.
     """
     folder = Path(source)
     is_packaged = source == _models.PACKAGED

@@ -273,13 +273,15 @@ def _check_claims(request: BenchRequest) -> bool:
 
 
 def _judge_claims(device: torch.device, folder: Path) -> list[Verdict]:
-    """Judge each claim by the results of this device, or by those in the repository.
+    """Compare each claim about speed or memory with measured results.
 
-    On a GPU, claims about CPUs are left out: they do not name a folder of committed results.
+    Claims about operators on this type of device are compared with the results of this run, and
+    others with the results in the repository. On a GPU, claims about CPUs are left out, because
+    the repository has no results for them.
 
     Args:
         device: the device that was measured.
-        folder: the folder of its results.
+        folder: the folder of the results of this run.
     """
     from tilefold.bench import claims
     from tilefold.bench.results import collect, results_file
@@ -297,7 +299,7 @@ def _judge_claims(device: torch.device, folder: Path) -> list[Verdict]:
 
 
 def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -> bool:
-    """Time the cases that are needed for the claims about this device, and save the results.
+    """Time the cases (shapes) that the claims about this device name, and save the results.
 
     Args:
         request: the options of the command, with the time per phase and the time limit.
@@ -305,7 +307,7 @@ def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -
         folder: the folder for the results.
 
     Returns:
-        Whether all implementations passed their checks.
+        Whether all measured implementations computed correct results.
     """
     from tilefold.bench import claims
     from tilefold.bench.runner import RunOptions
@@ -313,7 +315,7 @@ def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -
     from tilefold.bench.timing import TimeBudget
 
     started = time.monotonic()
-    passed = True
+    all_correct = True
     for op, cases in claims.implementations_by_case(device.type).items():
         spec = get_spec(op)
         elapsed = time.monotonic() - started
@@ -328,8 +330,8 @@ def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -
         )
         cases_by_spec = [(spec, [spec.case(name) for name in sorted(cases)])]
         if not _run_all(cases_by_spec, options, folder, judges_claims=False):
-            passed = False
-    return passed
+            all_correct = False
+    return all_correct
 
 
 def _select_cases(
@@ -339,7 +341,7 @@ def _select_cases(
     dtype: str | None,
     quick: bool,
 ) -> list[BenchCase]:
-    """Return the cases of an operator to time.
+    """Return the cases (named shapes) of an operator to time.
 
     Args:
         spec: the benchmark of the operator.
@@ -374,16 +376,16 @@ def _run_all(
     folder: Path | None,
     judges_claims: bool = True,
 ) -> bool:
-    """Check and time cases, print their results, and save them.
+    """Check the results of operators on their cases (shapes), time them, and print and save rows.
 
     Args:
         cases_by_spec: the benchmarks, each with its cases.
         options: the device, the implementations and the time limit.
         folder: the folder for the results, with a file for each operator; None saves nothing.
-        judges_claims: whether the claims about an operator are judged after its cases.
+        judges_claims: whether the claims about the speed of an operator are judged after its cases.
 
     Returns:
-        Whether all implementations of this library passed their checks.
+        Whether all implementations that were checked computed correct results.
     """
     from rich.console import Console
 
@@ -394,7 +396,7 @@ def _run_all(
     provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else _FILE_WIDTH)
     results.print_header(console, provenance)
-    passed = True
+    all_correct = True
     for spec, cases in cases_by_spec:
         path = None
         if folder is not None:
@@ -408,11 +410,11 @@ def _run_all(
             if verdicts:
                 table = "\n".join(claims.table(verdicts))
                 console.print(table, markup=False, highlight=False, soft_wrap=True)
-        if any(row.failed_gate for row in rows):
-            passed = False
+        if any(row.failed_gate for row in rows):  # a result was not correct
+            all_correct = False
         if path is not None and rows:
             console.print(f"results: {path}", markup=False)
-    return passed
+    return all_correct
 
 
 def _report_rows(

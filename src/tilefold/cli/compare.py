@@ -147,7 +147,7 @@ def compare(request: CompareRequest) -> None:
         from tilefold._internal.figures import new_figure
 
         new_figure((1, 1))  # raises an error before any work if matplotlib is not installed
-    labels = _labels(request.run)
+    labels = _label_runs(request.run)
     runs = [_scores.read_run(path, "run") for path in request.run]
     collection = _scores.load_evaluated_collection(
         request.data,
@@ -183,7 +183,8 @@ def compare(request: CompareRequest) -> None:
     if request.plot is not None:
         _draw(differences, tables, request.plot)
     worst_queries = [
-        _worst_queries(difference, tables, collection, request.worst) for difference in differences
+        _find_worst_queries(difference, tables, collection, request.worst)
+        for difference in differences
     ]
     if request.as_json:
         _print_json(request, collection, scores, differences, worst_queries)
@@ -268,7 +269,7 @@ def _print_report(
         typer.echo(f"plot: {request.plot}")
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
+def _label_runs(paths: Sequence[Path]) -> list[str]:
     """Return the names of run files without extensions, or their paths if the names repeat."""
     if len(set(paths)) < max(2, len(paths)):
         raise UsageError(
@@ -304,7 +305,7 @@ def _print_tables(
     values = ("difference", "wins", "losses", "p", "p (t-test)", "p (Holm)")
     for measure in measures:
         rows = [
-            _difference_row(difference)
+            _format_difference(difference)
             for difference in differences
             if difference.measure == measure
         ]
@@ -317,7 +318,7 @@ def _print_tables(
         )
 
 
-def _difference_row(difference: Difference) -> list[str]:
+def _format_difference(difference: Difference) -> list[str]:
     """Return the cells of a table row for a difference between two runs.
 
     The p-value after Holm's correction ends in ``*`` if the difference is significant.
@@ -355,7 +356,7 @@ class WorstQuery:
     values: dict[str, float]
 
 
-def _worst_queries(
+def _find_worst_queries(
     difference: Difference,
     tables: Mapping[str, Table],
     collection: Collection,

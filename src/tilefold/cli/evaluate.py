@@ -817,7 +817,7 @@ def _choose_weights(
     if request.tune is None or collection is None:
         return _Weights(request.weight, {})
     # Refused before the weights are chosen, which takes long.
-    shared_queries = _shared_queries(
+    shared_queries = _count_shared_queries(
         collection,
         request.tune,
         judgements.splits,
@@ -890,7 +890,7 @@ def _print_shared_queries(collection: Collection, shared_queries: Mapping[str, i
 
     Args:
         collection: the collection with the judgements.
-        shared_queries: the result of :func:`_shared_queries`.
+        shared_queries: the result of :func:`_count_shared_queries`.
     """
     for split, n_shared in shared_queries.items():
         typer.echo(
@@ -1002,7 +1002,7 @@ def _tune_weights(
     return list(weights)
 
 
-def _shared_queries(
+def _count_shared_queries(
     collection: Collection,
     tune: str,
     splits: list[str],

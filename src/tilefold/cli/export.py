@@ -228,7 +228,7 @@ def _export_documents(request: ExportRequest) -> None:
             {"--model": request.model, "--dots": request.dots},
             "has no effect if terms are named by their numbers: leave it out",
         )
-    texts = _texts(request.data, request.vectors)
+    texts = _load_texts(request.data, request.vectors)
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({request.to})"):
         exported = _write_export(request, request.vectors, term_names, texts)
@@ -352,7 +352,7 @@ def _load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
+def _load_texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
     """Return the texts of ``--data`` by id, of passages if the vectors are of passages.
 
     Args:

@@ -425,7 +425,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         )
 
     def seismic_options(self) -> dict[str, object]:
-        """Return the given options of a Seismic index, by field of `SeismicOptions`.
+        """Return name -> value of the options of a Seismic index that were given.
 
         Raises:
             UsageError: if a value is out of range.
@@ -478,7 +478,11 @@ def _check_index(folder: Path, *, as_json: bool) -> None:
 
 
 def _describe_check(check: IndexCheck) -> list[str]:
-    """Return the lines that describe a checked index: state, parts, damage, orphans and merge."""
+    """Return the lines that describe a checked index.
+
+    They name its damage, its parts if updates have added any, the files that belong to no part
+    (orphans), and what ``--merge`` would do.
+    """
     state = "intact" if check.is_intact else f"damaged ({len(check.damage)})"
     lines = [
         f"{check.path}: {state}; {check.backend or 'unknown backend'}, "
@@ -491,10 +495,12 @@ def _describe_check(check: IndexCheck) -> list[str]:
         for part in check.parts:
             lines.append(
                 f"part {part.folder or 'first'}: {_common.counted(part.n_documents, 'document')}, "
-                f"{part.n_removed:,} removed, {_common.size(part.n_bytes)}",
+                f"{part.n_removed:,} removed, {_common.format_size(part.n_bytes)}",
             )
     for orphan in check.orphans:
-        lines.append(f"orphan: {orphan.path} ({_common.size(orphan.n_bytes)}) is in no manifest")
+        lines.append(
+            f"orphan: {orphan.path} ({_common.format_size(orphan.n_bytes)}) is in no manifest"
+        )
     if check.is_being_written:
         lines.append("another process is writing the index, so orphans were not searched")
     merge = check.merge
@@ -503,7 +509,7 @@ def _describe_check(check: IndexCheck) -> list[str]:
         if merge.n_removed:
             line += (
                 f", and delete {_common.counted(merge.n_removed, 'removed document')} "
-                f"(about {_common.size(merge.n_bytes)})"
+                f"(about {_common.format_size(merge.n_bytes)})"
             )
         lines.append(line)
     return lines
@@ -519,7 +525,7 @@ def _change_index(request: IndexRequest) -> None:
         f"{counts['n_documents']} documents: {counts['written']} written, {counts['deleted']} "
         f"removed in {seconds:.1f} s: {request.folder}"
     )
-    failed = _failed_ids(request) if request.update else []
+    failed = _read_failed_ids(request) if request.update else []
     result = {
         "output": str(request.folder),
         **counts,
@@ -552,8 +558,8 @@ def _first_ids(ids: Sequence[str]) -> str:
     return f"{names}, ..." if len(ids) > SHOWN_IDS else names
 
 
-def _failed_ids(request: IndexRequest) -> list[str]:
-    """Return the ids of texts that --vectors or --tokens lacks, since they could not be encoded.
+def _read_failed_ids(request: IndexRequest) -> list[str]:
+    """Return the ids of texts without vectors in --vectors or --tokens: encoding them has failed.
 
     Args:
         request: the options of the command, whose vectors were read.
@@ -581,13 +587,13 @@ def _indexed_ids(index: Path) -> set[str]:
 
 
 def _note_failed(failed: Sequence[str], indexed_ids: Container[str]) -> None:
-    """Print notes about texts that could not be encoded.
+    """Print notes about texts that could not be encoded, and are therefore not in ``--vectors``.
 
-    The index keeps the vectors of an earlier text with the same id, so that no document is lost.
+    An update keeps the vectors of an earlier text with the same id, so that no document is lost.
 
     Args:
         failed: the ids of the texts.
-        indexed_ids: the ids of the index.
+        indexed_ids: the ids in the index; none for a new index.
     """
     kept = [text_id for text_id in failed if text_id in indexed_ids]
     missing = [text_id for text_id in failed if text_id not in indexed_ids]
@@ -617,8 +623,8 @@ def _build_index(request: IndexRequest) -> None:
         )
     splitter = request.passage_splitter()
     with (
-        lock_path(request.folder),
-        publishing(request.folder),
+        lock_path(request.folder),  # no other process changes the index meanwhile
+        publishing(request.folder),  # records the new state of the folder at the end
         _common.heartbeat(f"indexing ({request.new_backend})"),
     ):
         built = _build(request, splitter)
@@ -627,7 +633,7 @@ def _build_index(request: IndexRequest) -> None:
         if request.new_backend == QDRANT:
             built.close()  # its files are open until then
     _print_new_index(request, built, n_documents, round(time.monotonic() - started, 3))
-    _note_failed(_failed_ids(request), ())
+    _note_failed(_read_failed_ids(request), indexed_ids=())
 
 
 def _build(request: IndexRequest, splitter: Passages | None) -> Any:
@@ -649,28 +655,28 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
 
     Args:
         request: the options of the command.
-        built: the index, of any backend.
+        built: the index, of any backend. It has the ``provenance`` and the ``metadata`` of its
+            documents, and for late interaction the ``options`` of its storage.
         n_documents: the number of its documents or passages.
         seconds: the time of building and saving.
     """
     backend = request.new_backend
+    has_passages = bool(built.provenance.passages)
     result: dict[str, Any] = {
         "output": str(request.folder),
         "backend": backend,
         "n_documents": n_documents,
         "seconds": seconds,
     }
-    if built.provenance.passages:
-        result["passages"] = built.provenance.passages
-    if backend == LATE:
-        result.update(built.options)
-    if built.metadata is not None:
-        result["metadata"] = built.metadata.kinds
-    unit = "passages" if built.provenance.passages else "documents"
+    unit = "passages" if has_passages else "documents"
     summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.folder}"
-    if backend == LATE:
+    if has_passages:
+        result["passages"] = built.provenance.passages
+    if backend == LATE:  # late interaction
+        result.update(built.options)
         summary += f" ({_describe_late(built)})"
     if built.metadata is not None:
+        result["metadata"] = built.metadata.kinds
         summary += f"; metadata: {_describe_metadata(built.metadata.kinds)}"
     search_words = ["search", "QUERY", "--index", request.folder]
     if backend != BM25:
@@ -683,7 +689,7 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
 
 def _describe_late(built: LateIndex) -> str:
     """Describe the size of a late-interaction index, and its recall on a CPU if it was measured."""
-    description = f"{_common.size(built.files.nbytes)} of {built.options['storage']}"
+    description = f"{_common.format_size(built.files.nbytes)} of {built.options['storage']}"
     if built.recall:
         description += (
             f"; on a CPU it scores {built.n_candidates} candidates, among them {built.recall:.1%} "
@@ -759,7 +765,7 @@ def _build_vector_index(request: IndexRequest) -> Any:
     backend = request.new_backend
     seismic_options = request.seismic_options() if backend == SEISMIC else {}
     vectors = _read_vectors(request.vectors, backend)
-    metadata = _metadata(request.data, request.vectors, vectors)
+    metadata = _load_metadata(request.data, request.vectors, vectors)
     if not isinstance(vectors, retrieval.SparseVectors):
         if backend != "exact":
             raise UsageError(
@@ -799,12 +805,12 @@ def _read_vectors(vectors: Path | None, backend: str) -> Any:
     return _retrievers.read_documents(vectors)
 
 
-def _metadata(
+def _load_metadata(
     data: str | None,
     folder: Path | None,
     vectors: Any,
 ) -> Mapping[str, Mapping[str, object]] | None:
-    """Return the metadata of the encoded documents, which are read from ``--data``.
+    """Load the metadata of encoded documents, such as their language or year, from ``--data``.
 
     Args:
         data: the value of ``--data``; None if it was not given.
@@ -817,11 +823,11 @@ def _metadata(
     Raises:
         CommandError: if the vectors were made from other documents.
     """
-    collection = _collection_of_vectors(data, folder, vectors)
-    return None if collection is None else _metadata_of(collection, data)
+    collection = _load_encoded_collection(data, folder, vectors)
+    return None if collection is None else _read_metadata(collection, data)
 
 
-def _metadata_of(
+def _read_metadata(
     collection: Collection,
     data: str | None,
 ) -> Mapping[str, Mapping[str, object]]:
@@ -830,6 +836,9 @@ def _metadata_of(
     Args:
         collection: the collection of ``--data``.
         data: the value of ``--data``, for the note.
+
+    Returns:
+        Document id -> field -> value.
     """
     metadata = collection.metadata()
     if not metadata:
@@ -837,7 +846,7 @@ def _metadata_of(
     return metadata
 
 
-def _collection_of_vectors(
+def _load_encoded_collection(
     data: str | None,
     folder: Path | None,
     vectors: Any,
@@ -860,7 +869,8 @@ def _collection_of_vectors(
     if data is None or folder is None:
         return None
     collection = _common.load_data(data, documents_only=True)
-    # Stored vectors have their provenance in the manifest, and vectors in memory have none.
+    # The provenance has the fingerprint of the encoded texts. Stored vectors have it in their
+    # manifest; vectors in memory have no manifest, but the provenance itself.
     provenance = getattr(vectors, "manifest", vectors).provenance
     _scores.check_made_from(collection, str(folder), provenance)
     are_passages = provenance.passages is not None
@@ -907,16 +917,16 @@ def _build_late(request: IndexRequest) -> Any:
             storage=request.storage or "int8",
             pool_factor=1 if request.pool_factor is None else request.pool_factor,
             queries=queries,
-            metadata=_metadata(request.data, request.tokens, vectors),
+            metadata=_load_metadata(request.data, request.tokens, vectors),
             overwrite=request.overwrite,
         )
 
 
 def _read_query_sample(folder: Path) -> TokenVectors:
-    """Return the token vectors of the first queries in a folder.
+    """Return the token vectors of a few queries, on which an index measures its recall.
 
     Args:
-        folder: a folder of ``encode --queries``.
+        folder: a folder of ``encode --queries``, whose first queries are read.
 
     Raises:
         UsageError: if the vectors are of documents, or are stored in int8.
@@ -976,13 +986,14 @@ def _build_qdrant(
 
 
 def _change(request: IndexRequest) -> IndexUpdate:
-    """Change an index: remove documents, add or replace documents, merge segments.
+    """Change an index: remove documents, add or replace documents, merge the parts of updates.
 
     Args:
         request: the options of the command, which name the index and the changes.
 
     Returns:
-        The numbers of documents, and the ids of ``--delete`` that are not in the index.
+        The numbers of all, written and deleted documents, and the ids of ``--delete`` that are not
+        in the index.
 
     Raises:
         UsageError: if options do not fit the index.
@@ -1053,15 +1064,16 @@ def _change_segments(
     backend: str,
     deleted_ids: Sequence[str],
 ) -> IndexUpdate:
-    """Update an index of segments (exact, dense, seismic, late), and merge its segments.
+    """Change an index that gets a part (segment) by each update, and merge its parts on request.
 
     Args:
         request: the options of the command.
-        backend: the backend of the index.
+        backend: the backend of the index: exact, dense, seismic or late.
         deleted_ids: the ids of documents to remove.
 
     Returns:
-        See :func:`_change`.
+        The numbers of all, written and deleted documents, and the ids of ``--delete`` that are not
+        in the index.
     """
     from tilefold.retrieval.index.merging import merge_segments, update_index
 
@@ -1070,8 +1082,8 @@ def _change_segments(
     vectors = None
     if request.update:
         vectors = _retrievers.read_tokens(folder) if is_late else _read_vectors(folder, backend)
-    collection = _collection_of_vectors(request.data, folder, vectors)
-    metadata = None if collection is None else _metadata_of(collection, request.data)
+    collection = _load_encoded_collection(request.data, folder, vectors)
+    metadata = None if collection is None else _read_metadata(collection, request.data)
     documents = None if collection is None else collection.documents
     counts: IndexUpdate = {"n_documents": 0, "written": 0, "deleted": 0, "unknown_ids": []}
     with _options.errors_name_options(
@@ -1122,12 +1134,13 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpda
         deleted_ids: the ids of documents to remove.
 
     Returns:
-        See :func:`_change`.
+        The numbers of all, written and deleted documents, and the ids of ``--delete`` that are not
+        in the index.
     """
     output = request.folder
     with lock_path(output), _options.errors_name_options(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)
-        passages = index.provenance.passages
+        passages = index.provenance.passages  # how documents are split; None for whole documents
         documents = _NewDocuments({}, {})
         if request.data is not None:
             documents = _load_new_documents(request.data, passages)
@@ -1139,7 +1152,7 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpda
         )
         unknown = unknown_ids(index.ids, deleted_ids, passages)
         changed = index.updated(documents.texts, deleted_ids, documents.metadata)
-        with publishing(output, request.log_sequence):
+        with publishing(output, request.log_sequence):  # records the new state of the folder
             changed.save(output, overwrite=True)
     return {
         "n_documents": changed.n_documents,
@@ -1171,7 +1184,8 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> IndexUpdate
         deleted_ids: the ids of documents to remove.
 
     Returns:
-        See :func:`_change`.
+        The numbers of all, written and deleted documents, and the ids of ``--delete`` that are not
+        in the index.
 
     Raises:
         CommandError: if the index cannot hold the vectors.
@@ -1211,7 +1225,9 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> IndexUpdate
 
 
 def _read_qdrant_documents(request: IndexRequest) -> Documents:
-    """Read the documents that ``--update`` adds to a Qdrant index: vectors, and fields as payloads.
+    """Read the vectors that ``--update`` adds to a Qdrant index, and the documents' metadata.
+
+    Qdrant stores the metadata as payloads of the vectors.
 
     Args:
         request: the options that name the vectors and the data.
@@ -1220,7 +1236,7 @@ def _read_qdrant_documents(request: IndexRequest) -> Documents:
     from tilefold.retrieval.index.qdrant import Documents
 
     vectors = _read_vectors(request.vectors, QDRANT)
-    metadata = _metadata(request.data, request.vectors, vectors)
+    metadata = _load_metadata(request.data, request.vectors, vectors)
     payloads = fields_by_id(
         metadata or {},
         vectors.ids,
@@ -1232,7 +1248,7 @@ def _read_qdrant_documents(request: IndexRequest) -> Documents:
 def _ids_not_in_collection(collection: QdrantCollection, deleted_ids: Sequence[str]) -> list[str]:
     """Return the ids of ``--delete`` that name no document of a Qdrant index.
 
-    All ids of the collection are read if it has passages.
+    If the index has passages, all their ids are read, because Qdrant cannot look up their document.
 
     Args:
         collection: the collection of the index.
@@ -1250,7 +1266,7 @@ def _entries_to_delete(
     deleted_ids: list[str],
     documents: Documents | None,
 ) -> list[str]:
-    """Return the ids of the entries to delete from a Qdrant index before new ones are written.
+    """Return the ids of documents or passages to delete from Qdrant before new ones are written.
 
     For an index of passages, these are all passages of the removed and the replaced documents,
     because a new document may have fewer passages. All ids of the collection are read.

@@ -202,7 +202,7 @@ def mine(request: MineRequest) -> None:
     Example:
         tilefold mine --data DATA --index INDEX --output mined.parquet
     """
-    windows = _windows(request.ranks, request.per_query)
+    windows = _parse_windows(request.ranks, request.per_query)
     false_negatives = check_filter(request.margin, request.max_score_share)
     _scores.check_output_file(
         request.output,
@@ -244,7 +244,7 @@ def mine(request: MineRequest) -> None:
     _write(mined, made_by, collection, request)
 
 
-def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
+def _parse_windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
     """Parse ``--ranks`` and ``--per-query`` into windows of ranks, from which negatives are drawn.
 
     Args:
@@ -393,7 +393,7 @@ def _write(
         f"{n_negatives} negatives for {len(rows.queries)} queries: {request.output}",
         score_command,
         "a cross-encoder is a stronger teacher: a folder, or a Hugging Face name"
-        f"{_models.cached_models()}",
+        f"{_models.list_cached_models()}",
     )
 
 

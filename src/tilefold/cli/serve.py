@@ -457,7 +457,7 @@ def _run(
         note(f"listening on {address}; answers 503 until everything is loaded")
 
     def announce_ready(service: Service) -> None:
-        note(f"{_served_names(service)} at http://{address}; Ctrl-C ends")
+        note(f"{_name_what_is_served(service)} at http://{address}; Ctrl-C ends")
 
     was_loaded = load_and_run(
         load,
@@ -500,7 +500,7 @@ def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Serv
         service.warm_up()
     except Exception as error:  # a model may raise any
         raise CommandError(
-            f"--model: {_served_names(service)} cannot encode a word "
+            f"--model: {_name_what_is_served(service)} cannot encode a word "
             f"({_common.first_line(error)}).",
         ) from error
     if service.searchable is not None:
@@ -514,7 +514,7 @@ def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Serv
     return service
 
 
-def _served_names(service: Service) -> str:
+def _name_what_is_served(service: Service) -> str:
     """Return the names of the models and of the index, for messages."""
     names = [model.name for model in service.models.values()]
     if service.searchable is not None:
@@ -683,7 +683,7 @@ def _load_with_index(
                 "has no effect with stored token vectors, whose model has a fixed query length: "
                 "leave it out",
             )
-    return _searchable(
+    return _assemble_searchable(
         request,
         index_path,
         generation_id,
@@ -756,7 +756,7 @@ def _open_generation(
     if loaded.index.backend != served.index.backend:
         return _load_with_index(request, index_path, generation_id, log)
     tokens = None if served.store is None else retrieval.open_tokens(Path(str(request.tokens)))
-    return _searchable(
+    return _assemble_searchable(
         request,
         index_path,
         generation_id,
@@ -767,7 +767,7 @@ def _open_generation(
     )
 
 
-def _searchable(
+def _assemble_searchable(
     request: ServeRequest,
     index_path: Path,
     generation_id: str,

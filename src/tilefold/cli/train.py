@@ -452,7 +452,10 @@ def train(request: TrainRequest) -> None:
     exit_code = _options.run_on_devices(request.devices)
     if exit_code is not None:
         raise typer.Exit(exit_code)
-    with _options.errors_name_options(**_option_of_field()), join_ranks(training=True) as rank:
+    with (
+        _options.errors_name_options(**_map_fields_to_options()),
+        join_ranks(training=True) as rank,
+    ):
         result = _train_on_rank(config, request, splitter, rank)
     if rank == 0:
         _report(result, config, request, splitter)
@@ -483,7 +486,7 @@ def _train_on_rank(
     output = request.output
     # After an interruption, the user is told whether there is a checkpoint.
     _common.finished_work_checks.append(lambda: newest_step(output) is not None)
-    _common.resume_notes.append(lambda: _resume_note(newest_step(output)))
+    _common.resume_notes.append(lambda: _describe_resume_point(newest_step(output)))
     resumed_step = 0
     if request.resume:
         resumed_step = newest_step(output) or 0
@@ -496,7 +499,7 @@ def _train_on_rank(
             collection,
             output,
             negatives=negatives,
-            progress=_progress_reporter(update, resumed_step),
+            progress=_create_progress_reporter(update, resumed_step),
             resume=request.resume,
             overwrite=request.overwrite,
             verbose=request.verbose,
@@ -506,7 +509,7 @@ def _train_on_rank(
         )
 
 
-def _progress_reporter(
+def _create_progress_reporter(
     update: Callable[..., None], resumed_step: int
 ) -> Callable[[int, int, Losses | None], None]:
     """Return a function that shows the steps of a training on a progress bar.
@@ -633,7 +636,7 @@ def _report(
     _common.print_result(
         fields,
         request.as_json,
-        f"{_summary(result, config)}: {result.model_dir}",
+        f"{_summarise_training(result, config)}: {result.model_dir}",
         _next_step(request, trains_token_vectors=config.late),
     )
 
@@ -678,7 +681,7 @@ def _note_warnings(result: TrainResult) -> None:
         note(f"warning: {warning}")
 
 
-def _resume_note(newest_step: int | None) -> str:
+def _describe_resume_point(newest_step: int | None) -> str:
     """Describe where an interrupted training would resume.
 
     Args:
@@ -689,7 +692,7 @@ def _resume_note(newest_step: int | None) -> str:
     return f"It resumes at step {newest_step:,}: --save-steps or --save-minutes save more often."
 
 
-def _summary(result: TrainResult, config: Any) -> str:
+def _summarise_training(result: TrainResult, config: Any) -> str:
     """Summarise a training: its steps and time, the last losses, and the best evaluation.
 
     Args:
@@ -743,7 +746,7 @@ def _configure(request: TrainRequest) -> Any:
     late = RECIPES[name].recipe.late
     _refuse_options_of_other_recipes(request, name, late)
     try:
-        with _options.errors_name_options(**_option_of_field()):
+        with _options.errors_name_options(**_map_fields_to_options()):
             recipe = get_recipe(name, **_fields_of(request))
             values = recipe.to_dict()
             if late:
@@ -791,7 +794,7 @@ def _fields_of(request: TrainRequest) -> dict[str, object]:
     return {field: value for field, value in values.items() if value is not None}
 
 
-def _option_of_field() -> dict[str, str]:
+def _map_fields_to_options() -> dict[str, str]:
     """Return recipe field -> option that sets it, such as ``base_model`` -> ``--model``."""
     option_of_request_field = spellings(TrainRequest)
     option_of_field = dict(option_of_request_field)
@@ -998,7 +1001,7 @@ def _print_page(entry: Entry) -> None:
         "Fields as JSON, with the option that changes a field (without an option: --set "
         "FIELD=VALUE):",
     ]
-    option_of_field = _option_of_field()
+    option_of_field = _map_fields_to_options()
     for field, value, description in describe(entry.recipe):
         line = f"{field} = {json.dumps(value)}"
         option = option_of_field.get(field)

@@ -90,7 +90,7 @@ def verify(request: VerifyRequest) -> None:
     manifest = manifest_of(request.vectors)
     if manifest.kind != "query":
         refuse_options({"--split": request.split}, "requires vectors of queries")
-    contents = _contents_of(request, manifest)
+    contents = _load_contents(request, manifest)
     model, _ = _models.load_model(
         request.model,
         kinds=(_MODEL_KINDS[manifest.layout],),
@@ -111,7 +111,7 @@ def verify(request: VerifyRequest) -> None:
         raise typer.Exit(1)
 
 
-def _contents_of(request: VerifyRequest, manifest: Any) -> Mapping[str, Content]:
+def _load_contents(request: VerifyRequest, manifest: Any) -> Mapping[str, Content]:
     """Return the texts or pages that were encoded, by id.
 
     Args:
@@ -143,7 +143,7 @@ def _contents_of(request: VerifyRequest, manifest: Any) -> Mapping[str, Content]
     return collection.split_queries(request.split)
 
 
-def _comparison_of(verification: Verification) -> str:
+def _describe_comparison(verification: Verification) -> str:
     """Return how many vectors differ, by how much, and the ids of the first ones.
 
     Args:
@@ -178,7 +178,7 @@ def _lines_of(verification: Verification) -> list[str]:
     model_change = changes.pop("model", None)
     # Another model explains every difference, so it comes first.
     lines = [] if model_change is None else [model_change]
-    lines.append(_comparison_of(verification))
+    lines.append(_describe_comparison(verification))
     lines += changes.values()
     if verification.n_different and not verification.invariant and model_change is None:
         note(

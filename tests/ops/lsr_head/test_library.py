@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.base import Buffer, Setting, _reset_high_water
+from tests.ops.base import Buffer, Setting, _reset_resident_peak
 from tests.ops.base import head_problem as _problem
 from tests.ops.base import head_tiles as _tiles
 from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
@@ -171,7 +171,7 @@ def stated_bound(lengths: list[int], lists: bool) -> float:
 
 
 @pytest.mark.slow  # in a fresh process, with a real vocabulary
-@pytest.mark.skipif(not _reset_high_water(), reason="the peak of a process cannot be reset here")
+@pytest.mark.skipif(not _reset_resident_peak(), reason="the peak of a process cannot be reset here")
 def test_memory_stays_below_the_stated_bound_in_every_layout() -> None:
     actual = in_fresh_process(peaks)
     for name, (pooling, training, lengths) in CASES.items():
