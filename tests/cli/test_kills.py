@@ -23,7 +23,8 @@ from tests import programs
 from tests.cli.program import run_steps
 from tests.processes import environment
 from tests.recipes.small import small_masked_lm
-from tests.serve.running import Client, served, wait_until
+from tests.serve.running import Client, served
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold.retrieval.index.checking import check_index
 from tilefold.retrieval.index.generations import part_folders
 from tilefold.retrieval.index.opening import open_index
@@ -31,7 +32,6 @@ from tilefold.retrieval.index.protocol import read_description
 
 N_KILLS = int(os.environ.get("TILEFOLD_KILLS", "14"))
 ADMIN_KEY = "open sesame"
-LONGEST_SECONDS = 120
 # When a command is killed, as parts of the time that it takes. It changes the index at its end.
 KILL_MOMENTS = (0.3, 1.2)
 # Time during which a server takes documents before it is killed.
@@ -218,7 +218,7 @@ class KilledServer:
                 self._put(client)
                 time.sleep(generator.uniform(0.0, 0.1))
             process.kill()
-            process.wait(20)
+            process.wait(WAIT_SECONDS)
         check = check_index(self.index)
         assert check.is_intact, check.damage
 
@@ -248,7 +248,7 @@ class KilledServer:
             reply = client.request("GET", "/documents", authorization=f"Bearer {ADMIN_KEY}")
             return bool(reply.json["pending"] == 0)
 
-        wait_until(is_written, LONGEST_SECONDS)
+        wait_until(is_written)
         index = open_index(self.index)
         ids = set(index.ids)
         assert self.acknowledged <= ids

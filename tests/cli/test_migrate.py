@@ -17,7 +17,8 @@ from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.processes import environment
 from tests.recipes.small import small_masked_lm
-from tests.serve.running import served, wait_until
+from tests.serve.running import served
+from tests.waiting import wait_until
 from tilefold import retrieval as r
 from tilefold.cli.migrate import Preview, _describe_preview
 from tilefold.retrieval.data.documents import Document
@@ -591,14 +592,14 @@ def test_a_server_follows_a_migration_and_its_rollback_with_the_right_model(
             assert is_old or is_new
             return names == [name for name, _ in expected_hits]
 
-        wait_until(lambda: answers_like(new_hits), seconds=30)
+        wait_until(lambda: answers_like(new_hits))
         assert [score for _, score in hits()] == pytest.approx(
             [score for _, score in new_hits],
             rel=1e-3,
         )
         assert client.get("/info").json["model_id"] == Path(new_model).name
         done(call("migrate", "--index", live, "--rollback"))
-        wait_until(lambda: answers_like(old_hits), seconds=30)
+        wait_until(lambda: answers_like(old_hits))
 
 
 @pytest.mark.slow
@@ -668,12 +669,12 @@ def test_documents_over_http_come_into_both_indexes(
         put("during")
         done(call("migrate", "--index", live, "--cut-over"))
         assert {"before", "during"} < set(r.load_index(live).ids)
-        wait_until(generation_is_new, seconds=30)
+        wait_until(generation_is_new)
         put("after")
         done(call("migrate", "--index", live, "--rollback"))
         index: Any = open_index(live)
         assert {"before", "during", "after"} < set(index.ids)
         assert set(index.ids) == set(r.load_index(live.with_name("live.migration") / "index").ids)
-        wait_until(lambda: not generation_is_new(), seconds=30)
+        wait_until(lambda: not generation_is_new())
         reply = client.get("/v1/live/search?hits=20&query=after")
         assert "after" in {hit["docid"] for hit in reply.json["candidates"]}

@@ -25,8 +25,9 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from tests import programs
 from tests.cli.program import fails
 from tests.processes import environment
-from tests.serve.running import Client, served, wait_until
+from tests.serve.running import Client, served
 from tests.test_imports import HIDE, run_python
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold.cli import serve as serve_command
 from tilefold.cli._common import CommandError
 from tilefold.cli.serve import ServeRequest, _load_service
@@ -305,7 +306,7 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(
             [client.get("/info").json, client.get("/v1/indexes").json, answer.json],
         )
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_SECONDS) == 0
 
 
 def test_a_hangup_lets_a_server_open_the_changed_index(
@@ -325,7 +326,7 @@ def test_a_hangup_lets_a_server_open_the_changed_index(
         (index,) = client.get("/v1/indexes").json["indexes"]
         assert index["documents"] == open_index(path).n_documents
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_SECONDS) == 0
         log = process.stderr.read()
     assert f"index index: generation {generation} (exact, sparse model " in log
 
@@ -363,12 +364,12 @@ def test_more_connections_than_files_are_refused_and_fill_no_log(
     log.touch()
     with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=log) as process:
         try:
-            wait_until(lambda: "Ctrl-C ends" in log.read_text(), 60)
+            wait_until(lambda: "Ctrl-C ends" in log.read_text())
             client = Client(int(re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())[1]))
             with ExitStack() as opened:
                 for _ in range(120):
                     opened.enter_context(
-                        socket.create_connection(("127.0.0.1", client.port), timeout=20),
+                        socket.create_connection(("127.0.0.1", client.port), timeout=WAIT_SECONDS),
                     )
                 time.sleep(2.5)  # asyncio tries again after 1 s
             wait_until(lambda: client.get("/health").status == 200)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.serve.running import Client, serving, sparse_service
+from tests.waiting import WAIT_SECONDS
 from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import ColbertRecipe
@@ -103,7 +104,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any) -> Iterator[Any]:
     """An empty tab of the browser."""
     opened = browser.new_page(viewport={"width": 1000, "height": 900})
-    opened.set_default_timeout(15_000)
+    opened.set_default_timeout(1000 * WAIT_SECONDS)
     opened.said = []  # errors that the browser reports, and breaches of the policy
     opened.on(
         "console",

@@ -7,8 +7,7 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from tests import programs
 from tests.processes import environment
+from tests.waiting import WAIT_SECONDS
 from tilefold.serve.app import create_app
 from tilefold.serve.models import Served
 from tilefold.serve.server import Server, bind
@@ -24,6 +24,16 @@ from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
 JSON_HEADER = "content-type: application/json\r\n"
+# Longer than any wait of a test: what is held or limited by it, and happens after this time only,
+# makes the test fail.
+HELD_SECONDS = 2 * WAIT_SECONDS
+# Limits of a server that gives up no client before a test ends. The test shortens the limit that it
+# is about, so that a client that stands still on a busy machine meets no other limit.
+PATIENT_LIMITS = {
+    "header_seconds": HELD_SECONDS,
+    "body_seconds": HELD_SECONDS,
+    "keep_alive_seconds": HELD_SECONDS,
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Client:
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
         """Send a request; underscores in the names of headers become hyphens."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         try:
             request_headers = dict(self.headers)
             for name, value in headers.items():
@@ -72,7 +82,7 @@ class Client:
         )
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
 
     def raw(self, *parts: bytes) -> bytes:
         """Send bytes, and return what the server sends until it closes the connection."""
@@ -120,20 +130,12 @@ def sparse_service(model: Any, **limits: Any) -> Service:
     return Service([Served(model, "sparse", "/no/such/folder/tiny")], Limits(**limits))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until a condition is true; fail when the time is over."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.02)
-
-
 @contextmanager
 def hold_batch(
     client: Client,
     model: Any,
     n_inputs: int,
-    seconds: float = 20,
+    seconds: float = HELD_SECONDS,
     path: str = "/embed_sparse",
 ) -> Iterator[Future[Reply]]:
     """Keep the batch of one request in the model until the block is left.
@@ -159,7 +161,7 @@ def hold_batch(
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(client.post, path, {"inputs": ["held"] * n_inputs})
         try:
-            assert entered.wait(20)
+            assert entered.wait(WAIT_SECONDS)
             yield reply
         finally:
             hook.remove()
@@ -185,11 +187,11 @@ def serving(service: Service, api_key: str | None = None, **options: Any) -> Ite
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        assert ready.wait(30), "the server did not start"
+        assert ready.wait(WAIT_SECONDS), "the server did not start"
         yield Client(listener.getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(WAIT_SECONDS)
         listener.close()
         assert not thread.is_alive(), "the server did not end"
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
-from benchmarks import serve_bad, serve_soak
+from benchmarks import serve_bad, serve_clients, serve_soak
 from benchmarks.serve_clients import load
 from benchmarks.serve_load import row
 from tests.refusals import refused
 from tests.serve.running import (
+    PATIENT_LIMITS,
     Client,
     hold_batch,
     json_request,
     serving,
     sparse_service,
-    wait_until,
 )
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
 from tilefold.serve.batching import BatchWorker, Metrics
@@ -49,7 +51,7 @@ class DoublingRunner:
         self.released = threading.Event()
 
     def __call__(self, key: Any, payloads: list[int]) -> list[int]:
-        self.released.wait(10)
+        assert self.released.wait(WAIT_SECONDS)
         self.batches.append((key, payloads))
         smallest = min(payloads)
         if smallest == PANIC:
@@ -144,10 +146,13 @@ class QuickModel:
         monkeypatch.setattr(Served, "is_quick", lambda self, tokens: tokens <= 8)
         self.served = Served(model, "sparse", "tiny")
         self.ran_in_worker: list[bool] = []
+        self.may_encode = threading.Event()
+        self.may_encode.set()
         encode = self.served.encode
 
         def encode_and_record_thread(*args: Any) -> Any:
             self.ran_in_worker.append("tilefold" in threading.current_thread().name)
+            assert self.may_encode.wait(WAIT_SECONDS)
             return encode(*args)
 
         monkeypatch.setattr(self.served, "encode", encode_and_record_thread)
@@ -167,16 +172,20 @@ def test_a_quick_request_is_encoded_on_the_event_loop_while_no_other_runs(
     assert model.ran_in_worker == [False, False, True, True, True]
 
 
-def test_quick_requests_that_come_together_are_encoded_by_the_worker(
+def test_a_quick_request_is_encoded_by_the_worker_while_another_runs(
     sparse: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = QuickModel(sparse, monkeypatch)
-    with serving(Service([model.served])) as client:
-        result = asyncio.run(load(client.port, "/embed_sparse", [{"inputs": "cats"}], 16, 0.3))
-    assert not result.refused
-    assert result.seconds
-    assert any(model.ran_in_worker)
+    model.may_encode.clear()
+    with serving(Service([model.served])) as client, ThreadPoolExecutor(2) as pool:
+        long_reply = pool.submit(client.post, "/embed_sparse", {"inputs": "cats " * 20})
+        wait_until(lambda: model.ran_in_worker == [True])
+        quick_reply = pool.submit(client.post, "/embed_sparse", {"inputs": "cats"})
+        wait_until(lambda: client.metric("te_queue_size") == 1)
+        model.may_encode.set()
+        assert long_reply.result().status == quick_reply.result().status == 200
+    assert model.ran_in_worker == [True, True]
 
 
 def test_a_batch_takes_inputs_while_the_padded_tokens_are_within_the_limit() -> None:
@@ -485,7 +494,7 @@ class Gate:
     def call(self, *args: Any, **options: Any) -> Any:
         """Record a call, wait, and call the method."""
         self.calls.append(args)
-        self.opened.wait(20)
+        assert self.opened.wait(WAIT_SECONDS)
         return self.method(*args, **options)
 
 
@@ -553,9 +562,28 @@ def test_a_single_query_is_encoded_before_batches_of_documents_that_came_earlier
     assert len(batches) > 8
 
 
-def test_load_measures_answers_and_their_times(client: Client) -> None:
+class TickingClock:
+    """Clock of a load script, which advances by one second at each look at it.
+
+    Clients that end by it send the same number of requests on a machine of any speed.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = itertools.count()
+
+    def monotonic(self) -> float:
+        return float(next(self._seconds))
+
+    perf_counter = monotonic
+
+
+def test_load_measures_answers_and_their_times(
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve_clients, "time", TickingClock())
     bodies = [{"inputs": text, "top_k": 4} for text in ("csv files", "dates")]
-    result = asyncio.run(load(client.port, "/embed_sparse", bodies, clients=4, seconds=0.5))
+    result = asyncio.run(load(client.port, "/embed_sparse", bodies, clients=4, seconds=40))
     assert len(result.seconds) > 8
     assert result.refused == 0
     figures = row("tilefold", 4, 1, result)
@@ -575,52 +603,82 @@ def test_load_rejects_more_clients_than_it_can_run(client: Client) -> None:
         asyncio.run(load(client.port, "/embed_sparse", [{"inputs": "a"}], clients=5000, seconds=1))
 
 
-@pytest.fixture
-def impatient_client(sparse: Any, masked_lm: str) -> Iterator[Client]:
-    """A server that waits half a second for heads and bodies of requests."""
-    limits = Limits(header_seconds=0.5, body_seconds=0.5)
-    with serving(Service([Served(sparse, "sparse", masked_lm)], limits)) as client:
+@pytest.fixture(scope="module")
+def patient_client(sparse: Any) -> Iterator[Client]:
+    """A server that gives up no client."""
+    with serving(sparse_service(sparse, **PATIENT_LIMITS)) as client:
         yield client
 
 
-def test_bad_input_gets_the_status_codes_that_the_soak_expects(impatient_client: Client) -> None:
-    cases = serve_bad.BAD | serve_bad.SLOW
+async def send_together(port: int, requests: list[bytes]) -> list[int]:
+    """Send bytes on a connection each, at the same time; return the codes of the answers."""
+    return await asyncio.gather(*(serve_bad.send(port, request) for request in requests))
 
-    async def send_all() -> list[Any]:
-        requests = [
-            serve_bad.send(impatient_client.port, request_bytes)
-            for request_bytes, _ in cases.values()
-        ]
-        return await asyncio.gather(*requests)
 
-    codes = asyncio.run(send_all())
-    for (name, (_, expected_codes)), code in zip(cases.items(), codes, strict=True):
+def test_bad_input_gets_the_status_codes_that_the_soak_expects(patient_client: Client) -> None:
+    requests = [request for request, _ in serve_bad.BAD.values()]
+    codes = asyncio.run(send_together(patient_client.port, requests))
+    for (name, (_, expected_codes)), code in zip(serve_bad.BAD.items(), codes, strict=True):
         assert code in expected_codes, name
 
 
-def test_slow_clients_get_what_the_soak_expects(impatient_client: Client) -> None:
+def test_a_slow_head_gets_what_the_soak_expects(sparse: Any) -> None:
+    request, expected_codes = serve_bad.SLOW["half a head"]
+    limits = PATIENT_LIMITS | {"header_seconds": 0.5}
+    with serving(sparse_service(sparse, **limits)) as client:
+        (code,) = asyncio.run(send_together(client.port, [request]))
+    assert code in expected_codes
+
+
+@pytest.fixture
+def client_with_slow_bodies(sparse: Any) -> Iterator[Client]:
+    """A server that waits half a second for bodies, and for a client to read its answer."""
+    limits = PATIENT_LIMITS | {"body_seconds": 0.5}
+    with serving(sparse_service(sparse, **limits)) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", sorted(serve_bad.SLOW.keys() - {"half a head"}))
+def test_slow_bodies_get_what_the_soak_expects(client_with_slow_bodies: Client, name: str) -> None:
+    request, expected_codes = serve_bad.SLOW[name]
+    (code,) = asyncio.run(send_together(client_with_slow_bodies.port, [request]))
+    assert code in expected_codes
+
+
+def test_slow_clients_get_what_the_soak_expects(
+    client_with_slow_bodies: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts: Counter[str] = Counter()
-    port = impatient_client.port
-    asyncio.run(serve_bad.drip(port, time.monotonic() + 0.1, counts))
-    asyncio.run(serve_bad.unread(port, time.monotonic() + 0.1, counts, wait=2))
+    port = client_with_slow_bodies.port
+    for slow_client in (serve_bad.drip, partial(serve_bad.unread, wait=2)):
+        # The clock ends each client after its first connection.
+        monkeypatch.setattr(serve_bad, "time", TickingClock())
+        asyncio.run(slow_client(port, 0.5, counts))
     assert counts == {"byte by byte: as expected": 1, "unread: as expected": 1}
 
 
-def test_the_soak_notices_vectors_of_other_texts(client: Client) -> None:
+def test_the_soak_notices_vectors_of_other_texts(
+    patient_client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts: Counter[str] = Counter()
+    port = patient_client.port
     texts = ["csv files", "dates", "queues of threads", "hash tables"]
-    vectors = asyncio.run(serve_soak.alone(client.port, texts))
-    asyncio.run(serve_soak.good(client.port, texts, vectors, time.monotonic() + 0.5, counts))
+    vectors = asyncio.run(serve_soak.alone(port, texts))
+    monkeypatch.setattr(serve_soak, "time", TickingClock())
+    asyncio.run(serve_soak.good(port, texts, vectors, 30, counts))
     assert set(counts) == {"answered"}
     shifted = [{index + 1: value for index, value in vector.items()} for vector in vectors]
-    asyncio.run(serve_soak.good(client.port, texts, shifted, time.monotonic() + 0.1, counts))
+    monkeypatch.setattr(serve_soak, "time", TickingClock())
+    asyncio.run(serve_soak.good(port, texts, shifted, 10, counts))
     assert set(counts) == {"answered", "LOST: another vector"}
 
 
-def test_the_soak_counts_idle_connections_that_stay_open(client: Client) -> None:
+def test_the_soak_counts_idle_connections_that_stay_open(patient_client: Client) -> None:
     counts: Counter[str] = Counter()
-    asyncio.run(serve_bad.leave(client.port))
-    asyncio.run(serve_bad.flood(client.port, 20, counts))
+    asyncio.run(serve_bad.leave(patient_client.port))
+    asyncio.run(serve_bad.flood(patient_client.port, 20, counts))
     assert counts["idle connection: kept"] == 20
     assert serve_soak.summed(counts)["connections_kept"] == 20
 

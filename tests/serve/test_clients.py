@@ -114,9 +114,14 @@ def test_errors_of_a_server_are_told_with_its_reason_and_the_time_waited(server:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         source = SparseSource(url=address, timeout=0.3)
-        refused(ServerError, r"gave no answer in 0\.[3-9] s", source.encode, ["a"], "query")
-    message = rf"{address} gave no answer in 0\.\d s .*refused.*tilefold serve"
-    refused(ServerError, message, SparseSource(url=address).encode, ["a"], "query")
+        at_least_the_timeout = r"(0\.[3-9]|[1-9]\d*\.\d)"
+        message = rf"gave no answer in {at_least_the_timeout} s"
+        refused(ServerError, message, source.encode, ["a"], "query")
+    with socket.socket() as not_listening:
+        not_listening.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{not_listening.getsockname()[1]}"
+        message = rf"{address} gave no answer in \d+\.\d s .*refused.*tilefold serve"
+        refused(ServerError, message, SparseSource(url=address).encode, ["a"], "query")
 
 
 def test_a_busy_server_is_asked_again_and_one_that_knows_nothing_of_top_k_gives_the_same_entries() -> (
@@ -173,11 +178,25 @@ def page_of(*answers: bytes) -> str:
             for each in answers:
                 opened, _ = listening.accept()
                 with opened:
-                    opened.recv(65536)
+                    read_request(opened)
                     opened.sendall(each)
 
     threading.Thread(target=answer, daemon=True).start()
     return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def read_request(connection: socket.socket) -> None:
+    """Read a request with a JSON body to its end.
+
+    If a connection is closed before all was read, it is reset, and its client may lose the answer.
+    """
+    with connection.makefile("rb") as received:
+        length = 0
+        while (line := received.readline()) not in (b"\r\n", b""):
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                length = int(value)
+        received.read(length)
 
 
 def places(over: str, client: Client, sparse: Any) -> dict[str, Any]:

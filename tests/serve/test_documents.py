@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from tests.serve.running import Client, Reply, served, serving, wait_until
+from tests.serve.running import Client, Reply, served, serving
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import cli
 from tilefold import retrieval as r
 from tilefold._internal import files
@@ -181,7 +182,7 @@ def test_a_generation_between_two_changes_of_a_document_shows_the_text_of_its_ve
     may_write = threading.Semaphore(1)
 
     def run(arguments: Sequence[str]) -> None:
-        assert may_write.acquire(timeout=60)
+        assert may_write.acquire(timeout=WAIT_SECONDS)
         run_index(arguments)
 
     documents = dict(collection.documents)
@@ -508,7 +509,7 @@ def test_a_deletion_is_not_lost_if_the_next_document_of_this_id_cannot_be_encode
         return encode(model, key, inputs)
 
     def run(arguments: Sequence[str]) -> None:
-        assert may_write.acquire(timeout=60)
+        assert may_write.acquire(timeout=WAIT_SECONDS)
         run_index(arguments)
 
     monkeypatch.setattr(Served, "encode", fail_for_one)
@@ -1078,12 +1079,12 @@ def test_acknowledged_documents_survive_kills_of_the_server(
                 number += 1
                 time.sleep(generator.uniform(0, 0.1))
             process.kill()
-            process.wait(20)
+            process.wait(WAIT_SECONDS)
     with served(*options) as (process, client, _):
         client.headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         log_size = len(acknowledged)
         assert log_size > 10
-        wait_until(lambda: client.get("/documents").json["pending"] == 0, 60)
+        wait_until(lambda: client.get("/documents").json["pending"] == 0)
         assert client.get("/documents").json["failed"] == {}
     assert set(acknowledged) <= set(open_index(path).ids)
     verify_files(path)

@@ -18,7 +18,8 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from tests.serve.running import Client, Reply, hold_batch, serving, wait_until
+from tests.serve.running import Client, Reply, hold_batch, serving
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import retrieval as r
 from tilefold._internal.memory import drop_memory
 from tilefold.retrieval.data.collection import Collection
@@ -192,14 +193,14 @@ def test_a_request_keeps_its_generation_and_the_last_one_releases_it(
     def wait_and_rank(searcher: Searcher, *arguments: Any) -> Any:
         if not entered.is_set():  # only the first search waits
             entered.set()
-            assert released.wait(20)
+            assert released.wait(WAIT_SECONDS)
         return rank(searcher, *arguments)
 
     monkeypatch.setattr(Searcher, "rank", wait_and_rank)
     replies: list[list[str]] = []
     thread = threading.Thread(target=lambda: replies.append(unwatched.ids()))
     thread.start()
-    assert entered.wait(20)
+    assert entered.wait(WAIT_SECONDS)
     update_index(unwatched.path, last)
     assert unwatched.reload().status == 200
     assert last.ids[0] in unwatched.ids()
@@ -208,7 +209,7 @@ def test_a_request_keeps_its_generation_and_the_last_one_releases_it(
     gc.disable()  # the server's objects are frozen: reference counts must be enough
     try:
         released.set()
-        thread.join(20)
+        thread.join(WAIT_SECONDS)
         wait_until(lambda: old() is None)
     finally:
         gc.enable()
@@ -260,7 +261,7 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_gil(
     dropped = threading.Event()
 
     def drop_and_tell(references: list[torch.Tensor]) -> None:
-        assert may_drop.wait(20)
+        assert may_drop.wait(WAIT_SECONDS)
         drop_memory(references)
         dropped.set()
 
@@ -268,7 +269,7 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_gil(
     following._free_without_gil(first)
     del first
     may_drop.set()
-    assert dropped.wait(20)
+    assert dropped.wait(WAIT_SECONDS)
     assert is_mapped(file)  # the second generation has the same part
     assert second.index.search(rows[:2, 0], 5) == expected
     may_drop.clear()
@@ -277,7 +278,7 @@ def test_the_vectors_of_a_deleted_generation_are_unmapped_without_the_gil(
     del second
     assert is_mapped(file)  # until the thread drops the last reference
     may_drop.set()
-    assert dropped.wait(20)
+    assert dropped.wait(WAIT_SECONDS)
     assert not is_mapped(file)
 
 
@@ -623,7 +624,7 @@ def test_a_model_that_is_not_served_any_more_is_released(
                 with hold_batch(running.client, sparse, 1, path="/query/embed_sparse") as held:
                     new_index.save(path, overwrite=True)
                     assert running.reload().status == 200
-                assert held.result(20).status == 200
+                assert held.result(WAIT_SECONDS).status == 200
             wait_until(lambda: old_encoder() is None)
             assert running.client.post("/query/embed_sparse", query).status == 200
         finally:
@@ -650,6 +651,6 @@ def test_searches_do_not_fail_while_generations_change(
     wait_until(lambda: running.generation == read_generation(running.path).id)
     ended.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(WAIT_SECONDS)
     assert {reply.status for reply in replies} == {200}
     assert all(json.loads(reply.raw)["candidates"] for reply in replies)

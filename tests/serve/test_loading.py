@@ -18,17 +18,16 @@ import pytest
 
 from tests import programs
 from tests.processes import environment
-from tests.serve.running import Client, Reply, request_head, sparse_service, wait_until
+from tests.serve.running import Client, Reply, request_head, sparse_service
 from tests.serve.test_sockets import status_codes
 from tests.test_imports import run_python
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold.serve.app import create_app
 from tilefold.serve.batching import BatchWorker
 from tilefold.serve.loading import Report
 from tilefold.serve.server import bind, load_and_run
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
-
-TIMEOUT_SECONDS = 60
 
 # `tilefold serve` that loads nothing before a named pipe has been opened and closed by the test.
 HELD_SERVER = """
@@ -71,7 +70,7 @@ class HeldServer:
 
     def wait_until_ready(self) -> None:
         """Wait for the line that says that the server is ready."""
-        wait_until(lambda: "Ctrl-C ends" in self.log.read_text(), TIMEOUT_SECONDS)
+        wait_until(lambda: "Ctrl-C ends" in self.log.read_text())
 
 
 @contextmanager
@@ -89,7 +88,7 @@ def held_server(folder: Path, model: str | Path) -> Iterator[HeldServer]:
     command = ("-c", HELD_SERVER, pipe, "serve", "--port", "0", "--model", model)
     with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=log) as process:
         try:
-            wait_until(lambda: "listening on" in log.read_text(), TIMEOUT_SECONDS)
+            wait_until(lambda: "listening on" in log.read_text())
             address = log.read_text().partition("listening on ")[2].partition(";")[0]
             port = int(address.rpartition(":")[2])
             yield HeldServer(process, Client(port), log, pipe)
@@ -129,10 +128,10 @@ def test_all_routes_answer_503_until_the_model_is_loaded(masked_lm: str, tmp_pat
         assert client.metric("tilefold_ready") == 0
         assert "http://" not in server.log.read_text()
 
-        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=WAIT_SECONDS)
         assert post_on(connection) == 503
         server.release()
-        wait_until(lambda: post_on(connection) == 200, TIMEOUT_SECONDS)
+        wait_until(lambda: post_on(connection) == 200)
         connection.close()
         server.wait_until_ready()
         assert client.get("/health").status == 200
@@ -165,7 +164,7 @@ def test_every_request_during_loading_is_answered(masked_lm: str, tmp_path: Path
         wait_until(lambda: all(statuses_by_client))
         server.release()
         for running_client in clients:
-            running_client.result(TIMEOUT_SECONDS)
+            running_client.result(WAIT_SECONDS)
     for *before, last in statuses_by_client:
         assert set(before) == {503}
         assert last == 200
@@ -180,7 +179,7 @@ def test_a_signal_ends_a_server_that_is_loading(
     with held_server(tmp_path, masked_lm) as server:
         assert server.client.get("/health").status == 503
         server.process.send_signal(sent_signal)
-        assert server.process.wait(10) == 0  # the loading thread was not released
+        assert server.process.wait(WAIT_SECONDS) == 0  # the loading thread was not released
         lines = server.log.read_text().splitlines()
     assert "listening on" in lines[0]
     assert lines[1:] == ["ended before everything was loaded"]
@@ -198,7 +197,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error(
     with held_server(tmp_path, broken) as server:
         assert server.client.get("/health").status == 503
         server.release()
-        assert server.process.wait(TIMEOUT_SECONDS) == 1
+        assert server.process.wait(WAIT_SECONDS) == 1
         log = server.log.read_text()
     assert f"Error: --model: the weights in {broken} are damaged" in log
     assert "Traceback" not in log
@@ -239,7 +238,7 @@ def loading_in_thread(
     listener = bind("127.0.0.1", 0)
     with listener, ThreadPoolExecutor(1) as pool:
         result = pool.submit(load_and_run, load, listener, listening=listening.set, **options)
-        assert listening.wait(30), "the server did not listen"
+        assert listening.wait(WAIT_SECONDS), "the server did not listen"
         yield Client(listener.getsockname()[1]), result
 
 
@@ -250,14 +249,14 @@ def test_the_stages_that_a_load_function_reports_are_shown() -> None:
     def load(report: Report) -> Any:
         report("reading the moon")
         reported.set()
-        assert released.wait(30)
+        assert released.wait(WAIT_SECONDS)
         raise OSError("the moon is away")
 
     with loading_in_thread(load) as (client, result):
-        assert reported.wait(30)
+        assert reported.wait(WAIT_SECONDS)
         assert client.get("/health").json["stage"] == "reading the moon"
         released.set()
-        assert isinstance(result.exception(30), OSError)
+        assert isinstance(result.exception(WAIT_SECONDS), OSError)
 
 
 def test_a_service_with_other_limits_than_the_server_is_refused(sparse: Any) -> None:
@@ -265,7 +264,7 @@ def test_a_service_with_other_limits_than_the_server_is_refused(sparse: Any) -> 
         return create_app(sparse_service(sparse, max_hits=3))
 
     with loading_in_thread(load, limits=Limits(max_hits=4)) as (_, result):
-        error = result.exception(30)
+        error = result.exception(WAIT_SECONDS)
     assert isinstance(error, ValueError)
     assert "limits: expected the limits of the loaded service" in str(error)
 
@@ -282,7 +281,7 @@ uvicorn.run(LoadingApp(load), port=0, log_level="warning")
 
 
 def test_a_plain_uvicorn_ends_if_the_application_cannot_be_loaded() -> None:
-    result = programs.run("-c", FAILING_APP, env=environment(), timeout=TIMEOUT_SECONDS)
+    result = programs.run("-c", FAILING_APP, env=environment(), timeout=WAIT_SECONDS)
     assert result.returncode == -signal.SIGTERM
     assert "the server could not be loaded: OSError" in result.stderr
 

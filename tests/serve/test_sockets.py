@@ -20,7 +20,9 @@ import pytest
 
 from tests.refusals import refused
 from tests.serve.running import (
+    HELD_SECONDS,
     JSON_HEADER,
+    PATIENT_LIMITS,
     Client,
     hold_batch,
     json_request,
@@ -29,8 +31,8 @@ from tests.serve.running import (
     served,
     serving,
     sparse_service,
-    wait_until,
 )
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import retrieval as r
 from tilefold.retrieval.index.qdrant.index import QdrantIndex
 from tilefold.serve import server
@@ -194,10 +196,10 @@ def test_a_body_that_is_no_json_object_is_refused(
 
 
 def test_a_slow_body_is_given_up_and_other_requests_are_answered_meanwhile(sparse: Any) -> None:
-    service = sparse_service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)
+    service = sparse_service(sparse, **PATIENT_LIMITS | {"body_seconds": 0.5})
     with serving(service) as client, client.connect() as connection:
         connection.sendall(request_head(JSON_HEADER + "content-length: 100\r\n") + b"{")
-        assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+        assert status_codes(client.raw(json_request({"inputs": "a"}))) == [200]
         status, answer = parse_reply(read_all(connection))
     assert status == 408
     assert answer["error"] == "the body took more than 0.5 s"
@@ -211,16 +213,14 @@ def test_a_slow_body_is_given_up_and_other_requests_are_answered_meanwhile(spars
     ],
 )
 def test_a_connection_with_a_slow_head_is_closed(sparse: Any, start_of_head: bytes) -> None:
-    service = sparse_service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)
+    service = sparse_service(sparse, **PATIENT_LIMITS | {"header_seconds": 0.5})
     with serving(service) as client, client.connect() as connection:
         connection.sendall(start_of_head)
-        start = time.monotonic()
         assert read_all(connection) == b""
-        assert time.monotonic() - start < 5
 
 
 def test_a_connection_with_a_slow_head_of_the_second_request_is_closed(sparse: Any) -> None:
-    service = sparse_service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)
+    service = sparse_service(sparse, **PATIENT_LIMITS | {"header_seconds": 0.5})
     with serving(service) as client, client.connect() as connection:
         connection.sendall(HEALTH_REQUEST)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -228,39 +228,73 @@ def test_a_connection_with_a_slow_head_of_the_second_request_is_closed(sparse: A
         assert read_all(connection) == b""
 
 
-def read_slowly(connection: socket.socket, end: bytes) -> tuple[bytes, int]:
-    """Read a reply with a pause after each 1.5 MB.
+class SlowReader:
+    """Reads a reply with a pause after each 1.5 MB.
 
-    Returns:
-        The reply, and the number of pauses.
+    The server checks this reader only once it has paused twice since the last check. The outcome
+    then does not depend on how long the reader stands still on a busy machine.
+
+    Attributes:
+        n_pauses: number of pauses.
+        n_checks: number of checks that the server has made.
     """
-    received = b""
-    n_pauses = 0
-    while not received.endswith(end):
-        part = connection.recv(1 << 20)
-        assert part, "the answer ends early"
-        received += part
-        if len(received) > (n_pauses + 1) * 1_500_000:
-            n_pauses += 1
-            time.sleep(0.5)
-    return received, n_pauses
+
+    def __init__(self, connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_pauses = 0
+        self.n_checks = 0
+        self._connection = connection
+        self._address = connection.getsockname()
+        self._n_pauses_at_check = 0
+        check = server._LimitedProtocol._check_client_reads
+
+        def check_after_reads(protocol: Any, previously_unread: int) -> None:
+            if protocol.client == self._address and not self._may_be_checked():
+                protocol._write_timer = protocol.loop.call_later(
+                    0.05,
+                    protocol._check_client_reads,
+                    previously_unread,
+                )
+                return
+            check(protocol, previously_unread)
+
+        monkeypatch.setattr(server._LimitedProtocol, "_check_client_reads", check_after_reads)
+
+    def _may_be_checked(self) -> bool:
+        """Return whether the reader has paused twice, and count the check if it has."""
+        if self.n_pauses < self._n_pauses_at_check + 2:
+            return False
+        self._n_pauses_at_check = self.n_pauses
+        self.n_checks += 1
+        return True
+
+    def read(self, end: bytes) -> bytes:
+        """Return the reply, which ends with ``end``."""
+        received = b""
+        while not received.endswith(end):
+            part = self._connection.recv(1 << 20)
+            assert part, "the answer ends early"
+            received += part
+            if len(received) > (self.n_pauses + 1) * 1_500_000:
+                self.n_pauses += 1
+                time.sleep(0.5)
+        return received
 
 
 def connect_with_small_buffer(client: Client) -> socket.socket:
     """Connect with a receive buffer of 4 KiB, so that the server waits for the client to read."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(20)
+    connection.settimeout(WAIT_SECONDS)
     connection.connect(("127.0.0.1", client.port))
     return connection
 
 
 def test_a_client_that_does_not_read_is_given_up_and_one_that_reads_slowly_is_not(
     late: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = Limits(
-        body_seconds=1,
-        keep_alive_seconds=1,
+        **PATIENT_LIMITS | {"body_seconds": 1.0},
         max_connections=2,
         payload_limit=10_000_000,
     )
@@ -273,15 +307,17 @@ def test_a_client_that_does_not_read_is_given_up_and_one_that_reads_slowly_is_no
         connect_with_small_buffer(client) as unread,
         connect_with_small_buffer(client) as slow,
     ):
+        reader = SlowReader(slow, monkeypatch)
         unread.sendall(request)
         slow.sendall(request)
-        reply, n_pauses = read_slowly(slow, end=b"}]")
-        assert n_pauses > 3
+        reply = reader.read(end=b"}]")
+        assert reader.n_pauses > 3
+        assert reader.n_checks
         status, results = parse_reply(reply)
         assert status == 200
         assert results[0]["text"] == text
-        # a third connection is accepted, since the one that does not read was closed
-        assert client.get("/health").status == 200
+        # a third connection is accepted once the one that does not read was closed
+        wait_until(lambda: client.get("/health").status == 200)
         assert len(read_all(unread)) < len(reply)
 
 
@@ -295,11 +331,11 @@ def test_a_client_that_reads_no_answer_to_pipelined_requests_is_given_up_in_one_
     last_request = json_request({"inputs": "a " * 8_000}, "/tokenize")
     request = last_request.replace(CLOSE_HEADER, b"")
     with (
-        serving(sparse_service(sparse, body_seconds=1)) as client,
+        serving(sparse_service(sparse, **PATIENT_LIMITS | {"body_seconds": 1.0})) as client,
         connect_with_small_buffer(client) as unread,
     ):
         unread.sendall(request * (n_requests - 1) + last_request)
-        wait_until(lambda: "closed a connection" in caplog.text, 30)
+        wait_until(lambda: "closed a connection" in caplog.text)
         assert client.get("/health").status == 200
         answers = read_all(unread)
     assert status_codes(answers).count(200) < n_requests
@@ -319,7 +355,7 @@ def send_and_reset(client: Client, request: bytes) -> None:
 
 
 def test_connections_that_were_reset_do_not_count_towards_the_limit(sparse: Any) -> None:
-    service = sparse_service(sparse, payload_limit=10_000, max_connections=3, header_seconds=1)
+    service = sparse_service(sparse, **PATIENT_LIMITS, payload_limit=10_000, max_connections=3)
     with serving(service) as client:
         request = request_head(JSON_HEADER + "content-length: 900000\r\n") + b"x" * 30_000
         for _ in range(40):
@@ -328,7 +364,7 @@ def test_connections_that_were_reset_do_not_count_towards_the_limit(sparse: Any)
 
 
 def test_connections_above_the_limit_get_429_until_others_end(sparse: Any) -> None:
-    with serving(sparse_service(sparse, max_connections=4)) as client:
+    with serving(sparse_service(sparse, **PATIENT_LIMITS, max_connections=4)) as client:
         idle_connections = [client.connect() for _ in range(4)]
         for _ in range(40):
             status, answer = parse_reply(client.raw(json_request({"inputs": "a"})))
@@ -444,15 +480,14 @@ def test_a_request_to_upgrade_to_http_2_is_answered_by_http_1(sparse: Any) -> No
 
 def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
     head = request_head(JSON_HEADER + CHUNKED_HEADER).replace(CLOSE_HEADER, b"")
-    service = sparse_service(sparse, header_seconds=0.5)
+    service = sparse_service(sparse, **PATIENT_LIMITS | {"header_seconds": 0.5})
     with serving(service, api_key="sesam") as client, client.connect() as connection:
         connection.sendall(head)
-        start = time.monotonic()
+        deadline = time.monotonic() + WAIT_SECONDS
         with pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
-            while time.monotonic() - start < 10:
+            while time.monotonic() < deadline:
                 connection.sendall(CHUNK)
                 time.sleep(0.01)
-        assert time.monotonic() - start < 8
 
 
 def test_connections_send_without_the_delay_of_nagle_s_algorithm(
@@ -491,13 +526,12 @@ def overload_limits() -> dict[str, int]:
     return {"max_concurrent_requests": 4, "max_client_batch_size": 4}
 
 
-def test_inputs_above_the_limit_get_429_at_once(sparse: Any) -> None:
+def test_inputs_above_the_limit_get_429_while_the_others_are_encoded(sparse: Any) -> None:
     with serving(sparse_service(sparse, **overload_limits())) as client:
         assert client.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
         with hold_batch(client, sparse, n_inputs=4) as held_reply:
-            start = time.monotonic()
             reply = client.post("/embed_sparse", {"inputs": "one more"})
-            assert time.monotonic() - start < 1
+            assert not held_reply.done()
             assert reply.status == 429
             assert reply.json == {"error": "Model is overloaded", "error_type": "Overloaded"}
             assert reply.headers["retry-after"] == "1"
@@ -630,7 +664,7 @@ def test_a_server_that_ends_answers_running_requests_and_its_service_can_be_serv
 
 
 QUERIES = ["csv files", "dates and times", "threads", "write json text"]
-TIMEOUT_SECONDS = 60  # for an answer, and for the process to start and to end
+N_ANSWERED = 20  # searches that a server answers before it is ended
 
 
 def search_until_closed(client: Client, query: str) -> bytes:
@@ -669,7 +703,7 @@ def file_digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 2.0
 
 
 def keep_alive_get(connection: socket.socket, path: str) -> tuple[int, bool]:
@@ -687,39 +721,45 @@ def keep_alive_get(connection: socket.socket, path: str) -> tuple[int, bool]:
 
 @pytest.mark.slow
 def test_after_sigterm_requests_are_answered_while_health_checks_fail(masked_lm: str) -> None:
-    options = ("--model", masked_lm, "--grace-seconds", str(GRACE_SECONDS))
+    options = ("--model", masked_lm, "--grace-seconds", str(HELD_SECONDS))
     with served(*options) as (process, client, _), client.connect() as connection:
         assert client.get("/health").status == 200
         assert keep_alive_get(connection, "/info") == (200, False)
         process.send_signal(signal.SIGTERM)
-        signal_time = time.monotonic()
-        wait_until(lambda: client.get("/health").status == 503, GRACE_SECONDS)
+        wait_until(lambda: client.get("/health").status == 503)
         assert keep_alive_get(connection, "/info") == (200, True)
         assert connection.recv(1) == b""
-        while time.monotonic() < signal_time + GRACE_SECONDS - 1:
+        for _ in range(20):
             reply = client.post("/embed_sparse", {"inputs": "csv files"})
             assert reply.status == 200
             assert reply.headers["connection"] == "close"
             assert client.get("/health").status == 503
             assert client.get("/").status == 503
-            time.sleep(0.02)
-        assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+@pytest.mark.slow
+def test_a_server_ends_by_itself_after_the_grace_period(masked_lm: str) -> None:
+    options = ("--model", masked_lm, "--grace-seconds", str(GRACE_SECONDS))
+    with served(*options) as (process, client, _):
+        signal_time = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_SECONDS) == 0
         assert time.monotonic() - signal_time >= GRACE_SECONDS
         refused(OSError, "refused", client.get, "/health")
 
 
 def test_sigint_ends_a_server_without_a_grace_period(masked_lm: str) -> None:
-    with served("--model", masked_lm, "--grace-seconds", "600") as (process, _, _):
+    with served("--model", masked_lm, "--grace-seconds", str(HELD_SECONDS)) as (process, _, _):
         process.send_signal(signal.SIGINT)
-        assert process.wait(TIMEOUT_SECONDS) == 0
+        assert process.wait(WAIT_SECONDS) == 0
 
 
 def test_a_second_sigterm_ends_the_grace_period(masked_lm: str) -> None:
-    with served("--model", masked_lm, "--grace-seconds", "600") as (process, client, _):
+    with served("--model", masked_lm, "--grace-seconds", str(HELD_SECONDS)) as (process, client, _):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: client.get("/health").status == 503)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(TIMEOUT_SECONDS) == 0
+        assert process.wait(WAIT_SECONDS) == 0
 
 
 def test_pipelined_requests_to_a_draining_server_are_all_answered(sparse: Any) -> None:
@@ -742,26 +782,37 @@ def save_index(vectors: r.SparseVectors, backend: str, folder: Path) -> None:
         index.collection.close()
 
 
+def search_until_unanswered(client: Client, query: str) -> list[dict[str, float] | None]:
+    """Send a search again and again; return the scores of each, the last of which is no answer."""
+    scores: list[dict[str, float] | None] = []
+    while not scores or scores[-1]:
+        scores.append(scores_of_reply(search_until_closed(client, query)))
+    return scores
+
+
 def search_and_end_server(
     options: tuple[str | Path, ...],
     sent_signal: signal.Signals,
 ) -> tuple[dict[str, dict[str, float] | None], list[tuple[str, dict[str, float] | None]]]:
-    """Send many searches to a server, and a signal once some are answered.
+    """Send searches to a server without a pause, and a signal meanwhile, which ends it.
 
     Returns:
         The scores of each of ``QUERIES`` before the load, and the query and scores of each search
-        during which the server ended.
+        of the load.
     """
-    queries = QUERIES * 100
-    with served(*options) as (process, client, _), ThreadPoolExecutor(6) as pool:
+    queries = QUERIES * 2
+    with ThreadPoolExecutor(len(queries)) as pool, served(*options) as (process, client, _):
         expected = {query: scores_of_reply(search_until_closed(client, query)) for query in QUERIES}
-        replies = [pool.submit(search_until_closed, client, query) for query in queries]
-        wait_until(lambda: sum(reply.done() for reply in replies) >= 5, TIMEOUT_SECONDS)
+        searches = [pool.submit(search_until_unanswered, client, query) for query in queries]
+        wait_until(lambda: client.metric("tilefold_search_count") > len(QUERIES) + N_ANSWERED)
         process.send_signal(sent_signal)
         expected_code = 0 if sent_signal is signal.SIGTERM else -sent_signal
-        assert process.wait(TIMEOUT_SECONDS) == expected_code
-    scores = [scores_of_reply(reply.result()) for reply in replies]
-    return expected, list(zip(queries, scores, strict=True))
+        assert process.wait(WAIT_SECONDS) == expected_code
+        return expected, [
+            (query, scores)
+            for query, search in zip(queries, searches, strict=True)
+            for scores in search.result(WAIT_SECONDS)
+        ]
 
 
 @pytest.mark.parametrize("backend", ["exact", pytest.param("qdrant", marks=pytest.mark.slow)])
@@ -787,7 +838,8 @@ def test_a_killed_server_leaves_an_index_that_is_served_again(
                 assert scores == pytest.approx(expected[query], rel=2e-2)
             if sent_signal is signal.SIGTERM:
                 assert scores is not None, "a server that ends does not truncate an answer"
-        unanswered = [query for query, scores in searches if not scores]
-        assert unanswered, "the server should have ended during the searches"
+        # Each thread may have lost the answer to its last search, which the server had counted.
+        n_answered = sum(bool(scores) for _, scores in searches)
+        assert n_answered > N_ANSWERED - 2 * len(QUERIES)
     if backend != "qdrant":  # Qdrant changes its files
         assert file_digests(index) == digests

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold.serve.threads import DaemonPool, switch_interval
 
 ERROR = RuntimeError("closing")
@@ -20,11 +21,14 @@ def pool() -> Iterator[DaemonPool]:
     """A pool of at most two threads."""
     pool = DaemonPool("tested", 2)
     yield pool
-    pool.close(ERROR, 5)
+    pool.close(ERROR, WAIT_SECONDS)
 
 
 def test_one_thread_is_used_again_for_calls_one_after_another(pool: DaemonPool) -> None:
-    threads = {pool.submit(threading.current_thread).result(5) for _ in range(20)}
+    threads = set()
+    for _ in range(20):
+        threads.add(pool.submit(threading.current_thread).result(WAIT_SECONDS))
+        wait_until(lambda: pool._calls.n_idle == 1)  # the thread waits for its next call
     assert len(threads) == 1
     assert all(thread.daemon for thread in threads)
 
@@ -33,31 +37,31 @@ def test_calls_at_the_same_time_have_threads_of_their_own_up_to_the_limit(
     pool: DaemonPool,
 ) -> None:
     barrier = threading.Barrier(2)
-    pairs = [pool.submit(barrier.wait, 5) for _ in range(2)]
-    assert sorted(pair.result(5) for pair in pairs) == [0, 1]
+    pairs = [pool.submit(barrier.wait, WAIT_SECONDS) for _ in range(2)]
+    assert sorted(pair.result(WAIT_SECONDS) for pair in pairs) == [0, 1]
     released = threading.Event()
-    blocked = [pool.submit(released.wait, 5) for _ in range(2)]
+    blocked = [pool.submit(released.wait, WAIT_SECONDS) for _ in range(2)]
     waiting = pool.submit(threading.current_thread)
     assert not waiting.done()
     released.set()
-    assert waiting.result(5).name in ("tested_0", "tested_1")
-    assert all(call.result(5) for call in blocked)
+    assert waiting.result(WAIT_SECONDS).name in ("tested_0", "tested_1")
+    assert all(call.result(WAIT_SECONDS) for call in blocked)
 
 
 def test_a_cancelled_call_that_waits_for_a_thread_does_not_run(pool: DaemonPool) -> None:
     released = threading.Event()
-    blocked = [pool.submit(released.wait, 5) for _ in range(2)]
+    blocked = [pool.submit(released.wait, WAIT_SECONDS) for _ in range(2)]
     names: list[str] = []
     assert pool.submit(names.append, "cancelled").cancel()
     released.set()
-    assert all(call.result(5) for call in blocked)
-    pool.submit(names.append, "run").result(5)
+    assert all(call.result(WAIT_SECONDS) for call in blocked)
+    pool.submit(names.append, "run").result(WAIT_SECONDS)
     assert names == ["run"]
 
 
 def test_cancelled_calls_do_not_add_up_while_all_threads_are_busy(pool: DaemonPool) -> None:
     released = threading.Event()
-    blocked = [pool.submit(released.wait, 5) for _ in range(2)]
+    blocked = [pool.submit(released.wait, WAIT_SECONDS) for _ in range(2)]
     index = Index()
     reference = weakref.ref(index)
     result = pool.submit(index.search, False)
@@ -69,8 +73,8 @@ def test_cancelled_calls_do_not_add_up_while_all_threads_are_busy(pool: DaemonPo
     finally:
         gc.enable()
         released.set()
-    assert all(call.result(5) for call in blocked)
-    assert pool.submit(divmod, 7, 2).result(5) == (3, 1)
+    assert all(call.result(WAIT_SECONDS) for call in blocked)
+    assert pool.submit(divmod, 7, 2).result(WAIT_SECONDS) == (3, 1)
 
 
 def test_calls_wait_for_the_threads_that_there_are_if_the_system_allows_no_more(
@@ -86,19 +90,19 @@ def test_calls_wait_for_the_threads_that_there_are_if_the_system_allows_no_more(
         pool.submit(divmod, 7, 2)
     monkeypatch.setattr(threading.Thread, "start", start)
     released = threading.Event()
-    blocked = pool.submit(released.wait, 5)
+    blocked = pool.submit(released.wait, WAIT_SECONDS)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     waiting = pool.submit(divmod, 7, 2)
     released.set()
-    assert waiting.result(5) == (3, 1)
-    assert blocked.result(5)
-    assert pool.close(ERROR, 5)
+    assert waiting.result(WAIT_SECONDS) == (3, 1)
+    assert blocked.result(WAIT_SECONDS)
+    assert pool.close(ERROR, WAIT_SECONDS)
 
 
 def test_an_error_is_raised_where_the_result_is_awaited(pool: DaemonPool) -> None:
     with pytest.raises(ZeroDivisionError):
-        pool.submit(divmod, 1, 0).result(5)
-    assert pool.submit(divmod, 7, 2).result(5) == (3, 1)
+        pool.submit(divmod, 1, 0).result(WAIT_SECONDS)
+    assert pool.submit(divmod, 7, 2).result(WAIT_SECONDS) == (3, 1)
 
 
 class Index:
@@ -116,9 +120,9 @@ def test_a_finished_call_keeps_nothing_in_memory(fails: bool) -> None:
     index = Index()
     reference = weakref.ref(index)
     result = pool.submit(index.search, fails)
-    has_failed = result.exception(5) is not None
+    has_failed = result.exception(WAIT_SECONDS) is not None
     assert has_failed == fails
-    assert pool.close(ERROR, 5)
+    assert pool.close(ERROR, WAIT_SECONDS)
     gc.disable()
     try:
         del index, result
@@ -130,14 +134,14 @@ def test_a_finished_call_keeps_nothing_in_memory(fails: bool) -> None:
 def test_the_threads_of_a_pool_that_was_deleted_end_after_the_calls_that_wait() -> None:
     pool = DaemonPool("tested", 1)
     released = threading.Event()
-    thread = pool.submit(threading.current_thread).result(5)
-    blocked = pool.submit(released.wait, 5)
+    thread = pool.submit(threading.current_thread).result(WAIT_SECONDS)
+    blocked = pool.submit(released.wait, WAIT_SECONDS)
     waiting = pool.submit(divmod, 7, 2)
     del pool
     released.set()
-    assert blocked.result(5)
-    assert waiting.result(5) == (3, 1)
-    thread.join(5)
+    assert blocked.result(WAIT_SECONDS)
+    assert waiting.result(WAIT_SECONDS) == (3, 1)
+    thread.join(WAIT_SECONDS)
     assert not thread.is_alive()
 
 
@@ -148,16 +152,16 @@ def test_closing_refuses_waiting_calls_and_abandons_those_that_run() -> None:
 
     def block() -> bool:
         started.set()
-        return released.wait(5)
+        return released.wait(WAIT_SECONDS)
 
     running = pool.submit(block)
     waiting = pool.submit(len, ())
-    assert started.wait(5)
+    assert started.wait(WAIT_SECONDS)
     assert not pool.close(ERROR, 0.05)
-    assert waiting.exception(1) is ERROR
+    assert waiting.exception(WAIT_SECONDS) is ERROR
     released.set()
-    assert running.result(5)
-    assert pool.close(ERROR, 5)
+    assert running.result(WAIT_SECONDS)
+    assert pool.close(ERROR, WAIT_SECONDS)
     with pytest.raises(RuntimeError, match="expected an open pool"):
         pool.submit(len, ())
 
