@@ -22,6 +22,8 @@ import torch
 
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.recipes.small import small_collection
+from tests.stopping import stopping_after_shards
+from tests.waiting import wait_until
 from tilefold.retrieval import load_queries, open_tokens
 from tilefold.testing.page_models import save_page_model
 from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
@@ -262,11 +264,13 @@ def test_texts_are_refused_where_pages_have_none(call: Call, tmp_path: Path) -> 
 def test_a_killed_run_with_workers_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     pages = random_pages(80, WORDS, words_per_page=6, size=(120, 160))
     save_page_collection(tmp_path / "pages", pages, pages_per_pdf=8)
-    command = [sys.executable, "-m", "tilefold.cli", "encode", *MODEL, "--data"]
-    command += [str(tmp_path / "pages"), "--shard-size", "8", "--page-workers", "2", "--output"]
+    encode = ["encode", *MODEL, "--data", str(tmp_path / "pages")]
+    encode += ["--shard-size", "8", "--page-workers", "2", "--output"]
+    command = [sys.executable, "-m", "tilefold.cli", *encode]
+    stopping_command = [sys.executable, "-c", stopping_after_shards(3), *encode]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-    killed = subprocess.Popen([*command, str(tmp_path / "resumed")], env=environment)
+    killed = subprocess.Popen([*stopping_command, str(tmp_path / "resumed")], env=environment)
     _wait_for_shards(killed, tmp_path / "resumed", n_shards=3)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -275,7 +279,7 @@ def test_a_killed_run_with_workers_is_resumed_to_the_same_bytes(tmp_path: Path) 
     for name in ("resumed", "whole"):
         subprocess.run([*command, str(tmp_path / name)], env=environment, check=True)
 
-    assert 3 <= n_saved < 10
+    assert n_saved == 3
     whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").glob("part-*")}
     resumed = {file.name: file.read_bytes() for file in (tmp_path / "resumed").glob("part-*")}
     assert len(whole) >= 10
@@ -285,10 +289,7 @@ def test_a_killed_run_with_workers_is_resumed_to_the_same_bytes(tmp_path: Path) 
 
 def _wait_for_end_of_workers(argument: str) -> None:
     """Wait until no process has this argument: workers notice that their parent was killed."""
-    deadline = time.monotonic() + 60
-    while any(argument in command for command in _commands()):
-        assert time.monotonic() < deadline, "worker processes have survived their parent"
-        time.sleep(0.1)
+    wait_until(lambda: not any(argument in command for command in _commands()))
 
 
 def _commands() -> list[str]:

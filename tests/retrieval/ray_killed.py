@@ -26,6 +26,7 @@ from tests.recipes.small import small_masked_lm
 from tilefold.retrieval import encode_collection
 from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
 from tilefold.retrieval.encoding.sparse import SparseEncoding
+from tilefold.retrieval.vectors.shards import ShardWriter
 
 COUNT, SHARD, SECONDS = 200, 8, 600
 TEXTS: dict[str, Any] = {
@@ -65,6 +66,21 @@ def load_and_die_once(folder: str, output: str, flag: str) -> Any:
     return model
 
 
+def load_and_stop(folder: str) -> Any:
+    """A model whose worker writes two shards and then stands still, until the command is killed."""
+    if os.getpid() != int(os.environ["TILEFOLD_COMMAND"]):  # which looks at the model, too
+        remaining_shards = iter(range(2))
+        write = ShardWriter.write_shard_with_receipt
+
+        def write_or_stop(writer: Any, *arguments: Any) -> None:
+            if next(remaining_shards, None) is None:
+                time.sleep(SECONDS)
+            write(writer, *arguments)
+
+        ShardWriter.write_shard_with_receipt = write_or_stop  # type: ignore[method-assign, assignment]
+    return load(folder)
+
+
 def written(output: Path) -> int:
     return len(list(output.glob("part-*.parquet")))
 
@@ -99,12 +115,12 @@ def encode_alone(model: Path, output: Path) -> None:
 
 
 def killed(model: Path, output: Path) -> int:
-    """Kill a command with one worker when two shards have appeared; how many there are then."""
+    """Kill a command with one worker when it has written two shards of many; how many there are."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with programs.start(
         "-m",
         "tests.retrieval.ray_killed",
-        "run",
+        "stop",
         model,
         output,
         1,
@@ -180,11 +196,13 @@ def main() -> None:
         return
     output, *workers = rest
     nodes = Path(output).with_name("nodes")
-    message = (
-        functools.partial(load_and_say, place, str(nodes))
-        if nodes.is_dir()
-        else functools.partial(load, place)
-    )
+    if what == "stop":
+        os.environ["TILEFOLD_COMMAND"] = str(os.getpid())
+        message = functools.partial(load_and_stop, place)
+    elif nodes.is_dir():
+        message = functools.partial(load_and_say, place, str(nodes))
+    else:
+        message = functools.partial(load, place)
     run(message, output, os.environ.get("RAY_ADDRESS"), *map(int, workers))
 
 
