@@ -19,11 +19,11 @@ import pytest
 import typer.main
 import yaml
 
-from tests.serve.running import wait_until
+from tests.ports import free_ports
 from tests.shell_pages import ShellPage, skip_without
 from tests.test_tutorial_trainer import blocks_of
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import cli
-from tilefold.serve.server import bind
 from tilefold.serve.settings import Limits
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial-production.md"
@@ -58,7 +58,7 @@ class StandIn(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         status, body = 502, b""
         for port in self.upstream_ports:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)
             with suppress(OSError, http.client.HTTPException):
                 connection.request("GET", self.path, headers=dict(self.headers))
                 response = connection.getresponse()
@@ -109,15 +109,6 @@ def is_listening(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback address that are free now."""
-    listeners = [bind("127.0.0.1", 0) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def end_servers(folder: Path) -> None:

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
 
-from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.ranks import SECONDS, Rank, Ranks
 from tests.integrations.multi_vector_models import build_colbert
 from tests.refusals import refused
 from tilefold._internal.files import LOCK, lock_folder
@@ -266,9 +266,9 @@ def test_ctrl_c_within_the_model_of_one_rank_ends_all_while_a_thread_waits_for_i
     tiny_folder: Path,
     tmp_path: Path,
 ) -> None:
-    began, options = time.monotonic(), {"stop_inside": True, "shard_size": 1}
+    options = {"stop_inside": True, "shard_size": 1}
     (first, _, _), (second, _, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v", options)
-    assert first == second == "KeyboardInterrupt" and time.monotonic() - began < 60
+    assert first == second == "KeyboardInterrupt"
 
 
 def test_ranks_that_were_given_different_things_are_told(
@@ -336,10 +336,11 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     tmp_path: Path,
 ) -> None:
     first, second = two_ranks.start(dies, tiny_folder, tmp_path)
-    waited, reported, message = first.result(timeout=100)
+    waited, reported, message = first.result(timeout=SECONDS)
     refused(BrokenProcessPool, "terminated abruptly", second.result)
     two_ranks.close()
-    assert waited < 5 and message == f"rank 1 ended before the work was done. {RESUME_HINT}"
+    assert waited < SECONDS / 5, "a time-out should not have ended rank 0"
+    assert message == f"rank 1 ended before the work was done. {RESUME_HINT}"
     assert read_manifest(tmp_path / "v").n_documents >= reported - 2
     encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "v", **OPTIONS)
     assert contents(tmp_path / "v") == contents(whole)

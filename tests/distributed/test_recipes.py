@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -29,7 +28,8 @@ from sentence_transformers.sparse_encoder.evaluation import SparseInformationRet
 from transformers import AutoModelForMaskedLM
 
 from tests import programs
-from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.ranks import SECONDS, Rank, Ranks
+from tests.ports import free_ports
 from tests.processes import ROOT, environment
 from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tilefold._internal.files import LOCK
@@ -314,7 +314,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_resumes(
     output = tmp_path / "m"
     futures = two_ranks.start(run_with_killed_rank, recipe, output, killed_rank, 5)
     other_rank = 1 - killed_rank
-    error, message = futures[other_rank].result(timeout=100)
+    error, message = futures[other_rank].result(timeout=SECONDS)
     with pytest.raises(BrokenProcessPool, match="terminated abruptly"):
         futures[killed_rank].result()
     two_ranks.close()
@@ -470,8 +470,7 @@ print([name for name in (file.read_text().strip() for file in threads) if "gloo"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_no_thread_of_a_process_group_outlives_a_training(base: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        free_port = listener.getsockname()[1]
+    (free_port,) = free_ports(1)
     with ExitStack() as stack:
         ranks = []
         for rank in range(2):
@@ -497,14 +496,17 @@ def test_no_thread_of_a_process_group_outlives_a_training(base: str, tmp_path: P
 @pytest.mark.slow
 def test_the_command_reports_a_killed_rank_and_starts_again(base: str, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
-    command = train_command(base, tmp_path, "--steps", "2000")
+    command = train_command(base, tmp_path, "--steps", "100000")
     with programs.start(*command, cwd=ROOT, stderr=errors) as process:
-        while not newest_step(tmp_path / "m"):
-            assert process.poll() is None
-            time.sleep(0.1)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[1]), signal.SIGKILL)
-        assert process.wait(100) == 1
+        try:
+            while not newest_step(tmp_path / "m"):
+                assert process.poll() is None
+                time.sleep(0.1)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[1]), signal.SIGKILL)
+            assert process.wait(SECONDS) == 1
+        finally:
+            process.kill()
     message = r"Error: rank \d was ended by signal 9\. Run the same"
     assert re.search(message, errors.read_text())
     assert newest_step(tmp_path / "m")

@@ -22,7 +22,7 @@ from sentence_transformers.multi_vector_encoder.evaluation import (
 )
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.ranks import SECONDS, Rank, Ranks
 from tests.distributed.test_recipes import (
     SMALL,
     assert_near,
@@ -215,7 +215,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_resumes(
     with without_lora_dropout():
         train(recipe, small_collection(), tmp_path / "one")
     futures = two_ranks.start(run_with_killed_rank_without_lora_dropout, recipe, output)
-    error, message = futures[0].result(timeout=100)
+    error, message = futures[0].result(timeout=SECONDS)
     with pytest.raises(BrokenProcessPool, match="terminated abruptly"):
         futures[1].result()
     two_ranks.close()
