@@ -30,6 +30,8 @@ import torch
 from tests.processes import ROOT, environment
 
 PIPE = subprocess.PIPE
+# Time limit of a program that runs to its end, for a busy machine.
+LONGEST_SECONDS = 900.0
 Stream = Path | int | None
 
 
@@ -141,7 +143,7 @@ def run(
     *arguments: str | Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 300.0,
+    timeout: float = LONGEST_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end; its code and what it wrote."""
     with tempfile.TemporaryDirectory(prefix="tilefold-test-") as folder:

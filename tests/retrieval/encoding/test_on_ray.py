@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -315,13 +315,11 @@ def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: 
     pytest.importorskip("ray")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        free_port = int(taken.getsockname()[1])
-    began = time.monotonic()
-    message = refusal(tmp_path, RayCluster(f"127.0.0.1:{free_port}", patience=0.3), ClusterError)
-    assert time.monotonic() - began < 5
-    assert (
-        f"no answer from 127.0.0.1:{free_port} after 0 s" in message
-        and "ray start --head" in message
-    )
+        address = f"127.0.0.1:{taken.getsockname()[1]}"  # nothing listens there
+        message = refusal(tmp_path, RayCluster(address, patience=0.3), ClusterError)
+    seconds = re.search(rf"no answer from {address} after (\d+) s", message)
+    assert seconds is not None, message
+    assert int(seconds[1]) < RayCluster(address).patience
+    assert "ray start --head" in message
     assert "ray job submit" in refusal(tmp_path, RayCluster("ray://here:1"), ValueError)
     assert "expected host:port" in refusal(tmp_path, RayCluster("here"), ValueError)

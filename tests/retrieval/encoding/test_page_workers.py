@@ -25,6 +25,7 @@ import torch
 from PIL import Image
 from sentence_transformers import MultiVectorEncoder
 
+from tests.waiting import WAIT_SECONDS
 from tilefold.retrieval import Page, encode_tokens, open_tokens
 from tilefold.retrieval.encoding import pages as page_encoding
 from tilefold.retrieval.encoding import worker_template
@@ -220,7 +221,7 @@ def test_signal_handlers_of_the_program_do_not_hide_that_a_worker_was_killed(
     def kill_worker(*_: Any) -> dict[str, Any]:
         if os.getpid() != test_process:
             os.kill(os.getpid(), number)
-            time.sleep(60)
+            time.sleep(WAIT_SECONDS)
         return {"x": torch.zeros(1)}
 
     monkeypatch.setattr(page_encoding, "image_features", kill_worker)
@@ -256,7 +257,7 @@ def test_a_worker_can_import_what_another_thread_is_importing(
         "test = importlib.import_module('tests.retrieval.encoding.test_page_workers')\n"
         "if os.getpid() == test.SLOW_IMPORT.process:\n"
         "    test.SLOW_IMPORT.started.set()\n"
-        "    test.SLOW_IMPORT.release.wait(60)\n",
+        "    test.SLOW_IMPORT.release.wait(test.WAIT_SECONDS)\n",
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "SLOW_IMPORT", SlowImport(os.getpid()))
@@ -268,7 +269,7 @@ def test_a_worker_can_import_what_another_thread_is_importing(
         return {"pages": torch.zeros(len(images))}
 
     def steps() -> Iterator[EncodingStep]:
-        assert SLOW_IMPORT.started.wait(60)
+        assert SLOW_IMPORT.started.wait(WAIT_SECONDS)
         yield EncodingStep(0, pages, range(len(pages)))
 
     monkeypatch.setattr(page_encoding, "image_features", import_and_count)
@@ -374,7 +375,7 @@ def test_a_shard_is_written_while_the_next_one_is_encoded(
         return encode_features(*arguments)
 
     def wait_for_second_shard(*arguments: Any) -> Any:
-        was_encoded_in_time.append(second_shard_is_encoded.wait(timeout=5))
+        was_encoded_in_time.append(second_shard_is_encoded.wait(WAIT_SECONDS))
         return write_shard(*arguments)
 
     monkeypatch.setattr("tilefold.retrieval.encoding.tokens.encode_features", count_batches)

@@ -416,9 +416,13 @@ def update_in_a_killed_process(
     """Update an index in a child that dies after ``n_renames`` renames; returns its exit code."""
     child = os.fork()
     if child == 0:
-        die_before_rename(n_renames, monkeypatch)
-        r.update_index(path, documents)
-        os._exit(0)
+        code = 1
+        try:
+            die_before_rename(n_renames, monkeypatch)
+            r.update_index(path, documents)
+            code = 0
+        finally:  # the child must not go on with the tests
+            os._exit(code)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import random
 import re
 import socket
@@ -19,6 +18,7 @@ import pytest
 from tests import programs
 from tests.retrieval.conftest import random_vectors
 from tests.retrieval.qdrant_over_http import OverHttp
+from tests.waiting import WAIT_SECONDS
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import VocabularyMismatchError
 from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection, UnreachableError
@@ -31,9 +31,6 @@ PAPERS_LAYOUT = Layout(300)
 N_DOCUMENTS = 240
 OLD = random_vectors(N_DOCUMENTS, 300, 12, 0, fingerprint=None)
 NEW = random_vectors(N_DOCUMENTS, 300, 12, 1, fingerprint=None)
-# Forks are of a process that never opened a collection.
-FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload([__name__])
 
 
 def write_documents(folder: str, method: str, connection: Any) -> None:
@@ -66,8 +63,9 @@ def run_writer(
     Returns:
         The last number of documents that the process reported, and its exit code.
     """
-    receiver, sender = FORK_SERVER.Pipe(duplex=False)
-    process = FORK_SERVER.Process(target=write_documents, args=(str(folder), method, sender))
+    context = programs.context()  # its processes are forks of one that never opened a collection
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=write_documents, args=(str(folder), method, sender))
     process.start()
     sender.close()
     n_reported = 0
@@ -77,7 +75,7 @@ def run_writer(
             if n_reported > kill_above:
                 time.sleep(seconds)
                 process.kill()
-    process.join(60)
+    process.join(WAIT_SECONDS)
     assert process.exitcode is not None
     return n_reported, process.exitcode
 
@@ -166,16 +164,31 @@ def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
         assert [hit.id for hit in hits] == [hit.id for hit in expected]
 
 
-def test_a_server_that_is_down_is_given_up_after_the_patience() -> None:
+class PausesClock:
+    """Clock that only pauses advance, so that no other time counts as waited."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+def test_a_server_that_is_down_is_given_up_after_the_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tilefold.retrieval.index.qdrant.server.time", PausesClock())
     with socket.socket() as not_listening:
         not_listening.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{not_listening.getsockname()[1]}"
-        start = time.monotonic()
         message = r"no answer from the Qdrant server .*Connection refused"
         with pytest.raises(UnreachableError, match=message) as error:
             QdrantCollection.server(url, "papers", SPARSE_LAYOUT, api_key=KEY, patience=1.0)
-    assert 0.3 < seconds_waited(str(error.value)) < 1.01
-    assert time.monotonic() - start < 1.5
+    # pauses of 0.2 s and 0.4 s; another one of 0.8 s would end after the patience
+    assert seconds_waited(str(error.value)) == 0.6
     assert KEY not in str(error.value)
     assert url in str(error.value)
 
@@ -185,7 +198,6 @@ def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        start = time.monotonic()
         with pytest.raises(UnreachableError, match="timed out") as error:
             QdrantCollection.server(
                 url,
@@ -195,8 +207,8 @@ def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
                 timeout=1,
                 patience=0.5,
             )
-    assert 0.3 < seconds_waited(str(error.value)) < 2
-    assert time.monotonic() - start < 2.5
+    default_timeout = 30
+    assert 0.9 < seconds_waited(str(error.value)) < default_timeout
     assert KEY not in str(error.value)
     assert url in str(error.value)
 
@@ -319,8 +331,10 @@ def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: MakeVectors)
 def test_a_server_that_stays_busy_is_given_up(http: OverHttp, make_vectors: MakeVectors) -> None:
     collection = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT, patience=0)
     http.fault = lambda method, path: 503
-    with pytest.raises(UnreachableError, match=r"after 0.\d s"):
+    http.seen.clear()
+    with pytest.raises(UnreachableError, match=r"after \d+\.\d s"):
         collection.search(make_vectors(1), 3)
+    assert len(http.seen) == 1, "the request is not repeated"
 
 
 def test_a_build_that_lost_its_server_goes_on_after_the_stored_documents(
