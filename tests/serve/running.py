@@ -210,7 +210,14 @@ def served(*options: str | Path) -> Iterator[tuple[Any, Client, str]]:
         stderr=programs.PIPE,
     ) as process:
         try:
-            address_line = next(line for line in process.stderr if "http://" in line)
+            log = []
+            for line in process.stderr:
+                log.append(line)
+                if "http://" in line:
+                    break
+            else:
+                raise AssertionError("the server ended before it was ready:\n" + "".join(log))
+            address_line = log[-1]
             port = int(re.search(r":(\d+); Ctrl-C ends", address_line)[1])
             yield process, Client(port), address_line
         finally:

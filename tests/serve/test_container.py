@@ -12,6 +12,7 @@ import pytest
 
 from tests.processes import environment
 from tests.serve.running import served
+from tests.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "containers" / "Dockerfile"
@@ -91,7 +92,9 @@ def test_the_health_check_of_an_image_finds_the_server_of_its_command(masked_lm:
         assert "http://127.0.0.1:" in address_line
         assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
         code_for_port = check_code.replace(":8080/", f":{client.port}/")
-        health_check = [sys.executable, *check_options, code_for_port]
+        patient_code, n_timeouts = re.subn(r"timeout=\d+", f"timeout={WAIT_SECONDS}", code_for_port)
+        assert n_timeouts == 1
+        health_check = [sys.executable, *check_options, patient_code]
         while_served = subprocess.run(health_check, env=environment(), check=False)
     after_end = subprocess.run(
         health_check,
