@@ -451,6 +451,19 @@ def test_a_signal_before_the_command_starts_ends_it_without_a_traceback(
     assert (outcome.code, outcome.err) == (code, f"{cause}. Nothing was kept.\n")
 
 
+def test_a_second_ctrl_c_does_not_deny_that_finished_work_is_kept(
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run_command", interrupt)
+    monkeypatch.setattr(cli, "_report_interruption", interrupt)
+    outcome = call("info")
+    assert (outcome.code, outcome.err) == (130, "")
+
+
 def test_ctrl_c_during_a_search(call: Call, work: Path) -> None:
     with interrupted(encoding, "encode_batch", 0):
         outcome = call("search", "csv files", "--index", work / "index", "--model", work / "model")

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tilefold._internal.garbage import exempt_from_garbage_collection
@@ -116,7 +117,8 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
         return _report_error(error)
     if exit_code != INTERRUPTED:  # typer turns Ctrl-C into this code
         return exit_code
-    _report_interruption(by_sigterm=termination.received)
+    with suppress(KeyboardInterrupt):  # of a second Ctrl-C: the command has ended already
+        _report_interruption(by_sigterm=termination.received)
     return TERMINATED if termination.received else INTERRUPTED
 
 
