@@ -21,7 +21,7 @@ from tilefold.ops._shared.row_groups import (
     group_rows,
     grouped_linear,
     grouping_rows,
-    groups_rows,
+    is_row_grouping_enabled,
     normalize_rows,
     padded_row_count,
     usable_sizes,
@@ -419,6 +419,6 @@ def test_a_device_without_usable_sizes_is_refused(
 def test_contexts_nest() -> None:
     with grouping_rows():
         with grouping_rows(False):
-            assert groups_rows()
-        assert groups_rows()
-    assert not groups_rows()
+            assert is_row_grouping_enabled()
+        assert is_row_grouping_enabled()
+    assert not is_row_grouping_enabled()

@@ -111,7 +111,7 @@ class EpicPooling(PoolingModule):
             activation="none",
         )
         self.embedding_dimension = max_logits.size(1)
-        features["sentence_embedding"] = self._scores(max_logits, states, features)
+        features["sentence_embedding"] = self._scores_from_logits(max_logits, states, features)
         return features
 
     def fused_scores(
@@ -143,10 +143,10 @@ class EpicPooling(PoolingModule):
             fused.select_tokens(features),
             # all weights are positive, so sparse rows would save nothing
             score_options._replace(sparse=None),
-            activation="none",  # it follows in _scores
+            activation="none",  # it follows in _scores_from_logits
         )
         self.embedding_dimension = max_logits.size(1)
-        return self._scores(max_logits, states, features)
+        return self._scores_from_logits(max_logits, states, features)
 
     def _token_importance(self, states: Tensor, features: Features) -> Tensor:
         """Compute the importance of each token, ``[B, S]`` or packed ``[T]``.
@@ -166,7 +166,7 @@ class EpicPooling(PoolingModule):
             importance = importance * selection.keep
         return importance
 
-    def _scores(self, max_logits: Tensor, states: Tensor, features: Features) -> Tensor:
+    def _scores_from_logits(self, max_logits: Tensor, states: Tensor, features: Features) -> Tensor:
         """Turn the largest weighted logit of each term into scores.
 
         A score is ``log1p(softplus(max(0, logit)))`` times the quality of the text. The quality is

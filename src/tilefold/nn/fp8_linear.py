@@ -43,7 +43,7 @@ def fp8_rows(hidden: Tensor) -> QuantizedWeight:
         hidden: hidden states ``[..., K]`` in fp16, bf16 or fp32.
 
     Returns:
-        The values ``[N, K]`` and scales ``[N]`` of all N tokens.
+        The values ``[N, K]`` and scales ``[N]`` of all N tokens, as a rounded weight has them.
 
     Examples:
         >>> import torch

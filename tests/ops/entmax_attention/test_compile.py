@@ -160,7 +160,7 @@ ALPHAS = {
 
 
 def way_config(dtype: torch.dtype, dim: int, capability: int) -> Mapping[str, Any]:
-    return configs.config_for(dtype, dim, divmod(capability, 10))
+    return configs.lookup_config(dtype, dim, divmod(capability, 10))
 
 
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:

@@ -277,7 +277,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         be planned and compiled. If they cannot run, the tiled path does.
 
         Args:
-            call: the pass.
+            call: the pass: its options, its implementation and, once it has run, its launches.
             inputs: for a forward pass, the tensors. For a backward pass, the fields of
                 :class:`BackwardInputs`, in one tuple.
 
@@ -309,7 +309,7 @@ class Operator(Generic[TensorsT, OptionsT]):
 
         Args:
             device: the GPU.
-            call: the pass.
+            call: the pass: its options, its implementation and, once it has run, its launches.
             inputs: the tensors of a forward pass, or what a backward pass reads.
         """
         if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
@@ -344,7 +344,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Compute a pass by torch operations on tiles.
 
         Args:
-            call: the pass.
+            call: the pass: its options, its implementation and, once it has run, its launches.
             inputs: the tensors of a forward pass, or what a backward pass reads.
         """
         results: Results
@@ -471,6 +471,7 @@ class Operator(Generic[TensorsT, OptionsT]):
                 result_layouts.append(None)
             else:
                 result_layouts.append(buffer.on(torch.device("meta")))
+        # Fields that backward does not read with these options are taken from the None at the end.
         saved = call.select_saved((*layouts, *result_layouts, None))
         main_grads = [
             torch.empty_like(layouts[self._tensor_names.index(name)], dtype=torch.float32)
@@ -521,7 +522,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Plan the kernels of a backward pass.
 
         Args:
-            call: the pass.
+            call: the pass: its options, its implementation and, once it has run, its launches.
             layouts: layouts of its inputs.
             setting: facts about the device.
         """
@@ -717,6 +718,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         """
         tensors, options, training, impl = self._forward_call(arguments)
         name, impl = self._named_impl(cast(TensorsT, tensors), impl)
+        # The first two entries tell such keys from those of the public function and of gradients.
         key = call_key(tensors, ("registered", False, *options, training, impl))
         call = self.calls.get(key)
         if call is None:

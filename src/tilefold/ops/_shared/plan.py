@@ -373,6 +373,7 @@ class PlanBuilder:
         tensor_names: list[str] = []
         numbers: list[int | float] = []
         for parameter in kernel.arg_names:
+            # A parameter that ends in _ptr, _src or _desc gets a tensor, mostly the one it names.
             stem, _, ending = parameter.rpartition("_")
             if parameter in tensors or ending in ("ptr", "src", "desc"):
                 name = tensors.get(parameter, stem)

@@ -47,7 +47,7 @@ __all__ = [
     "grouped_linear",
     "grouped_product",
     "grouping_rows",
-    "groups_rows",
+    "is_row_grouping_enabled",
     "normalize_rows",
     "padded_row_count",
     "usable_sizes",
@@ -116,7 +116,7 @@ _PADDED_INSTEAD = "Few rows are padded instead: the same bits, several times slo
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
 _ALIGNMENT = 64
 
-_groups_rows: ContextVar[bool] = ContextVar("tilefold_groups_rows", default=False)
+_row_grouping: ContextVar[bool] = ContextVar("tilefold_groups_rows", default=False)
 
 
 class RowGroup(NamedTuple):
@@ -195,16 +195,16 @@ def grouping_rows(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: False changes nothing.
     """
-    token = _groups_rows.set(enabled or _groups_rows.get())
+    token = _row_grouping.set(enabled or _row_grouping.get())
     try:
         yield
     finally:
-        _groups_rows.reset(token)
+        _row_grouping.reset(token)
 
 
-def groups_rows() -> bool:
+def is_row_grouping_enabled() -> bool:
     """Return whether operators of this thread multiply rows in groups."""
-    return _groups_rows.get()
+    return _row_grouping.get()
 
 
 def group_rows(

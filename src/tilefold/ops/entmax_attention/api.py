@@ -36,7 +36,7 @@ from tilefold.ops.entmax_attention.configs import (
     LISTS,
     WORD_BITS,
     choose_row_strategy,
-    config_of,
+    config_of_call,
     row_tiles,
 )
 
@@ -62,7 +62,7 @@ def live_shape(
     """
     if choose_row_strategy(tensors, options, capability) != LISTS:
         return 0, 0, 0
-    config = config_of(tensors, options, capability)
+    config = config_of_call(tensors, options, capability)
     n_query_tiles = row_tiles(tensors.q, config["rows"], tensors)
     n_key_blocks = cdiv(options.max_seqlen_k, config["keys"])
     return tensors.q.size(1), n_query_tiles, cdiv(n_key_blocks, WORD_BITS)

@@ -259,7 +259,7 @@ TABLE = (
 )
 
 
-def config_for(
+def lookup_config(
     dtype: torch.dtype,
     head_dim: int,
     capability: tuple[int, int],
@@ -290,7 +290,7 @@ def config_for(
     return {"ptx_options": None, **config}
 
 
-def config_of(
+def config_of_call(
     tensors: AttentionTensors,
     options: AttentionOptions,
     capability: tuple[int, int],
@@ -314,7 +314,7 @@ def config_of(
     has_closed_form = tensors.alpha is None and options.alpha_value in (1.5, 2.0)
     hides_pairs = options.causal or options.has_window or has_dropout  # dropout hides weights
     is_simple = has_closed_form and not hides_pairs
-    return config_for(
+    return lookup_config(
         q.dtype,
         int(q.size(-1)),  # a tile's size is never symbolic
         capability,
@@ -352,12 +352,12 @@ def choose_row_strategy(
         options: checked options.
         capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
     """
-    config = config_of(tensors, options, capability)
+    config = config_of_call(tensors, options, capability)
     visible_keys = key_span(config["resident_rows"], options)
     if visible_keys <= config["max_resident_keys"]:
         return RESIDENT
     # The decision is the same for training and inference: it depends on the widest tile of both.
-    widest = config_for(
+    widest = lookup_config(
         tensors.q.dtype,
         int(tensors.q.size(-1)),
         capability,

@@ -35,7 +35,7 @@ from tilefold.ops.entmax_attention.configs import (
     SHORT,
     WORD_BITS,
     choose_row_strategy,
-    config_of,
+    config_of_call,
     key_span,
     row_tiles,
 )
@@ -77,7 +77,7 @@ def forward(
     packed = tensors.packed
     check_interpreter_dtypes(setting, q.dtype)
     strategy = choose_row_strategy(tensors, options, setting.capability)
-    config = config_of(
+    config = config_of_call(
         tensors,
         options,
         setting.capability,
@@ -273,7 +273,7 @@ def backward(
     if live is not None and live.numel() == 0:  # a registered operator cannot return None
         live = None
     need_q, need_k, need_v, need_alpha = needs
-    config = config_of(
+    config = config_of_call(
         tensors,
         options,
         setting.capability,

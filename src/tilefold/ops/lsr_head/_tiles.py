@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.onednn import fast_product
-from tilefold.ops._shared.row_groups import grouped_product, groups_rows
+from tilefold.ops._shared.row_groups import grouped_product, is_row_grouping_enabled
 from tilefold.ops._shared.winners import max_and_winners, max_over_tokens
 from tilefold.ops.lsr_head._problem import Tokens
 
@@ -169,7 +169,7 @@ def vocabulary_tiles(
         tile_weight = weight[first_column : first_column + BLOCK_V].to(packed.rows.dtype)
         width = tile_weight.size(0)
         product: Callable[[Tensor], Tensor] | None = None
-        if groups_rows():  # the caller needs equal bits for any batch
+        if is_row_grouping_enabled():  # the caller needs equal bits for any batch
             product = functools.partial(grouped_product, weight=tile_weight)
         elif by_onednn:
             product = fast_product(packed.rows, max_rows, tile_weight)

@@ -307,9 +307,9 @@ def maxsim_topk(
             else:
                 block = rows[selected]
             block_mask = None if document_mask is None else document_mask[selected]
-            values, numbers = _grouped_topk(score(block, document_mask=block_mask), k)
+            values, documents_in_block = _grouped_topk(score(block, document_mask=block_mask), k)
             block_values.append(values)
-            block_documents.append(numbers + start)
+            block_documents.append(documents_in_block + start)
         values, order = torch.cat(block_values, dim=1).topk(min(k, rows.size(0)), dim=1)
         return values, torch.cat(block_documents, dim=1).gather(1, order)
 
