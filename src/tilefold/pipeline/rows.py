@@ -21,7 +21,7 @@ IN_FLIGHT = 3
 
 
 class Batch(NamedTuple):
-    """Encoded texts of a window.
+    """Encoded texts of a window, which is a sequence of texts that are tokenised together.
 
     Attributes:
         window: number of the window.
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
         """Return the rows of consecutive texts of the batch.
 
         Args:
-            texts: positions of the texts in the batch.
+            texts: positions in the batch of the texts.
 
         Raises:
             Exception: if the batch is a text that could not be encoded.
@@ -254,7 +254,10 @@ class PendingSparseRows(HostCopy):
 
 
 class PendingCapacityRows(HostCopy):
-    """Sparse rows of a fixed capacity that are being copied to the CPU."""
+    """Sparse rows that are being copied to the CPU, from tensors with `capacity` entries per row.
+
+    A CUDA graph needs such tensors of a fixed size. A row with fewer entries leaves some unused.
+    """
 
     def __init__(
         self,
@@ -270,11 +273,11 @@ class PendingCapacityRows(HostCopy):
         """Start copying the rows to the CPU.
 
         Args:
-            counts: number of non-zero entries of each row, ``[B]``.
+            counts: number of non-zero entries of each row, ``[B]``, which may exceed `capacity`.
             stored_counts: number of entries that are stored of each row, ``[B]``.
             columns: columns of the stored entries, ``[B, capacity]``.
             values: values of the stored entries, ``[B, capacity]``.
-            capacity: number of entries that each row can have.
+            capacity: largest number of entries that are stored of a row.
             vocab_size: number of columns V.
             to_host: whether columns and values are copied, too. Otherwise they stay on the device.
         """
@@ -312,17 +315,18 @@ def unpack_capacity_rows(
     capacity: int,
     vocab_size: int,
 ) -> SparseRows:
-    """Convert rows of a fixed capacity to packed rows.
+    """Convert sparse rows in tensors with `capacity` entries per row to packed rows.
 
     The packed rows are copies on the same device as `columns` and `values`, because a CUDA graph
-    overwrites its buffers. The CPU does not wait for the device.
+    overwrites its tensors in the next run. The CPU does not wait for the device.
 
     Args:
-        counts: number of non-zero entries of each row, ``[N]`` on the CPU.
+        counts: number of non-zero entries of each row, ``[N]`` on the CPU. It may exceed
+            `capacity`.
         stored_counts: number of entries that are stored of each row, ``[N]`` on the CPU.
         columns: columns of the stored entries, ``[N, capacity]``.
         values: values of the stored entries, ``[N, capacity]``.
-        capacity: number of entries that each row can have.
+        capacity: largest number of entries that are stored of a row.
         vocab_size: number of columns V.
 
     Raises:
@@ -395,20 +399,19 @@ def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tens
     counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])
-    texts = np.concatenate([np.asarray(batch.positions) for batch in batches])
+    text_of_row = np.concatenate([np.asarray(batch.positions) for batch in batches])
     offsets = offsets_of(counts.numpy())
-    if np.array_equal(texts, np.arange(total)):
+    if np.array_equal(text_of_row, np.arange(total)):
         return torch.from_numpy(offsets), columns, values
-    # Row i of the batches belongs to text `texts[i]`. The inverse permutation has the row of each
-    # text.
-    row_of_text = np.argsort(texts)
+    row_of_text = np.argsort(text_of_row)  # sorting a permutation gives its inverse
     text_counts = counts.numpy()[row_of_text]
     text_offsets = offsets_of(text_counts)
+    # for each entry of the result, in the order of the texts, its position in the batches
     sources = source_positions(
-        torch.from_numpy(offsets[row_of_text]),
-        torch.from_numpy(text_offsets[:-1]),
-        torch.from_numpy(text_counts),
-        values.device,
+        source_starts=torch.from_numpy(offsets[row_of_text]),
+        result_starts=torch.from_numpy(text_offsets[:-1]),
+        counts=torch.from_numpy(text_counts),
+        device=values.device,
     )
     return torch.from_numpy(text_offsets), columns[sources], values[sources]
 
@@ -421,7 +424,8 @@ def source_positions(
 ) -> Tensor:
     """Compute the positions from which the entries of packed rows are gathered.
 
-    ``source[source_positions(...)]`` holds the entries of row 0, then those of row 1, and so on.
+    Rows may be anywhere in `source`. ``source[source_positions(...)]`` holds the entries of row 0,
+    then the entries of row 1, and so on.
 
     Args:
         source_starts: position of each row's first entry in the source, ``[N]``.
@@ -432,8 +436,9 @@ def source_positions(
     Returns:
         Positions in the source, int64 ``[sum(counts)]``.
     """
-    positions = repeat_interleave(source_starts - result_starts, counts, device)
-    return positions.add_(torch.arange(len(positions), device=device))
+    # Entry i of the result moves by the same distance as the first entry of its row.
+    distances = repeat_interleave(source_starts - result_starts, counts, device)
+    return distances.add_(torch.arange(len(distances), device=device))
 
 
 def repeat_interleave(

@@ -205,11 +205,14 @@ class Collection:
         return hasattr(self.documents, "contents")
 
     def contents(self) -> Mapping[str, str]:
-        """Return document id -> contents, the title and the text, in corpus order.
+        """Return document id -> contents, which are its title and text in one string.
+
+        Documents are in corpus order.
 
         Raises:
-            DataError: if a document is a page without a text.
+            DataError: if a document is the image of a page, which has no text.
         """
+        # LazyDocuments, which reads a file line by line, has a method for its contents.
         read_lazily: Callable[[], Mapping[str, str]] | None = getattr(
             self.documents,
             "contents",
@@ -220,7 +223,12 @@ class Collection:
         return {document.id: text_of(document) for document in self.documents.values()}
 
     def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the positions of n documents in the corpus, int64 ``[n]``; -1 if unknown."""
+        """Return the positions of n documents in the corpus, int64 ``[n]``; -1 if unknown.
+
+        Args:
+            names: ids of the documents.
+        """
+        # LazyDocuments, which keeps no ids in memory, looks them up by its own method.
         look_up: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
             self.documents,
             "positions_of",
@@ -495,16 +503,18 @@ def documents_table(folder: Path) -> Path:
 
 
 def _find_corpus(path: Path) -> Path | None:
-    """Find the file or folder with the documents of a collection.
+    """Find the file or folder with the rows of documents of a collection.
 
     Args:
         path: a BEIR folder, or a file or saved dataset that is itself the corpus.
 
     Returns:
-        The path of the documents. None for a folder without them, and for a PDF or an image.
+        The path of the rows. None if there are none: for a folder without a corpus, and for a PDF
+        or an image, whose pages are the documents.
     """
     if path.is_file():
-        return None if has_pages(path) else path
+        is_pdf_or_image = has_pages(path)
+        return None if is_pdf_or_image else path
     if _tables.is_saved_dataset(path):
         return path
     corpus = find_table(path, "corpus", _tables.ROW_SUFFIXES)
@@ -576,10 +586,10 @@ def document_of_row(
     """
     if _names_image(row, fields):
         return _document_of_image_row(row, where, earlier_ids, fields, page_root)
-    columns = _columns(row, where, fields)
-    identifier = _unique_id(row, columns.id, where, earlier_ids)
-    text = _string(row, columns.text, where)
-    title = "" if columns.title is None else _string(row, columns.title, where, missing="")
+    columns = _find_columns(row, where, fields)
+    identifier = _read_unique_id(row, columns.id, where, earlier_ids)
+    text = _read_string(row, columns.text, where)
+    title = "" if columns.title is None else _read_string(row, columns.title, where, missing="")
     return Document(identifier, title, text, kept_fields(_metadata_of(row, columns)))
 
 
@@ -613,7 +623,16 @@ def _document_of_image_row(
 ) -> Document:
     """Create a document from a row that names an image or the page of a PDF.
 
-    The arguments are described in :func:`document_of_row`.
+    Args:
+        row: field -> value.
+        where: file and line, for the error.
+        earlier_ids: ids of the documents in earlier rows.
+        fields: custom names of the document fields.
+        page_root: folder of the images and PDFs; None if the caller reads texts only.
+
+    Raises:
+        DataError: if the id is missing or repeated, or there is no such page.
+        PageRowError: if `page_root` is None.
     """
     if page_root is None:
         raise PageRowError(
@@ -622,9 +641,9 @@ def _document_of_image_row(
         )
     text_fields = _text_fields(row, fields) or ["text"]
     row = {**row, **dict.fromkeys(text_fields, "")}  # null becomes an empty text
-    columns = _columns(row, where, fields)
-    identifier = _unique_id(row, columns.id, where, earlier_ids)
-    title = "" if columns.title is None else _string(row, columns.title, where, missing="")
+    columns = _find_columns(row, where, fields)
+    identifier = _read_unique_id(row, columns.id, where, earlier_ids)
+    title = "" if columns.title is None else _read_string(row, columns.title, where, missing="")
     try:
         page = page_of_name(row[IMAGE_FIELD], page_root)
     except DataError as error:
@@ -654,7 +673,7 @@ def _metadata_of(row: Json, columns: TextColumns) -> Json:
     return metadata
 
 
-def _columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
+def _find_columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
     """Find which fields of a row hold the id, the title and the text."""
     try:
         return text_columns_of(tuple(row), fields)
@@ -693,8 +712,9 @@ def _read_queries(file: Path, *, allow_missing_ids: bool = False) -> dict[str, s
     """
     texts: dict[str, str] = {}
     for where, row in query_rows(file, allow_missing_ids=allow_missing_ids):
-        columns = _columns(row, where, USUAL_FIELDS)
-        texts[_unique_id(row, columns.id, where, texts)] = _string(row, columns.text, where)
+        columns = _find_columns(row, where, USUAL_FIELDS)
+        query_id = _read_unique_id(row, columns.id, where, earlier_ids=texts)
+        texts[query_id] = _read_string(row, columns.text, where)
     return _require_rows(texts, file)
 
 
@@ -732,7 +752,7 @@ def _require_rows(rows: dict[str, T], path: Path) -> dict[str, T]:
     return rows
 
 
-def _unique_id(row: Json, field: str, where: str, earlier_ids: Container[str]) -> str:
+def _read_unique_id(row: Json, field: str, where: str, earlier_ids: Container[str]) -> str:
     """Read the id of a row as a string, and check that no earlier row has it.
 
     Args:
@@ -761,14 +781,17 @@ def _unique_id(row: Json, field: str, where: str, earlier_ids: Container[str]) -
     return value
 
 
-def _string(row: Json, field: str, where: str, missing: str | None = None) -> str:
+def _read_string(row: Json, field: str, where: str, missing: str | None = None) -> str:
     """Return the text in a field of a row.
 
     Args:
         row: field -> value.
         field: the field with the text.
         where: file and line, for the error.
-        missing: text that replaces null. None refuses null.
+        missing: text that replaces null; None if null is an error.
+
+    Raises:
+        DataError: if the value is not a text.
     """
     value = row[field]
     if value is None:

@@ -82,10 +82,10 @@ def all_lines(
     size: int,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Iterator[Lines]:
-    """Yield the lines of a file in order, range by range.
+    """Yield the lines of each range of ``RANGE_BYTES`` bytes of a file, in order.
 
-    Several processes read a large file. If they cannot be started or end early, this process reads
-    the remaining ranges.
+    Several worker processes read a large file. If they cannot be started or end early, this process
+    reads the remaining ranges.
 
     Args:
         file: JSON lines, or lines ``id<tab>text``.
@@ -96,16 +96,16 @@ def all_lines(
     range_starts = range(0, size, RANGE_BYTES)
     n_received = 0
     if n_processes > 1:
-        received_lines = _lines_of_processes(file, size, n_processes, len(range_starts), fields)
-        with closing(received_lines):  # ends the processes if the caller stops early
-            for lines in received_lines:
-                yield lines
+        ranges = _read_in_processes(file, size, n_processes, len(range_starts), fields)
+        with closing(ranges):  # ends the worker processes if the caller stops early
+            for lines_of_range in ranges:
+                yield lines_of_range
                 n_received += 1
     remaining = range_starts[n_received:]
     with file.open("rb") as stream:
         for start in remaining:
             yield _read_lines(stream, str(file), start, start + RANGE_BYTES, fields)
-    # A process also ends at a malformed line, but then this process has raised the error above.
+    # A worker process also ends at a malformed line, but then `_read_lines` has raised the error.
     if n_processes > 1 and remaining:
         _logger.warning(
             "%s: a process that read its lines ended early; this one has read the rest.",
@@ -122,17 +122,18 @@ def _number_of_processes(size: int) -> int:
     return min(MAX_PROCESSES, share_of_cores(max(1, ranks_of_machine)))
 
 
-def _lines_of_processes(
+def _read_in_processes(
     file: Path,
     size: int,
     n_processes: int,
     n_ranges: int,
     fields: DocumentFields,
 ) -> Generator[Lines, None, None]:
-    """Start processes that read a file, and yield its lines in order.
+    """Start processes that read a file, and yield the lines of each range in order.
 
-    Process p reads the ranges p, p + n_processes, p + 2 n_processes, and so on. The generator stops
-    at the first range that a process does not deliver. It kills all processes at the end.
+    The file is divided into ranges of ``RANGE_BYTES`` bytes. Process p reads the ranges p,
+    p + n_processes, p + 2 n_processes, and so on. The generator stops at the first range that a
+    process does not deliver. It kills all processes at the end.
 
     Args:
         file: path of the file.
@@ -283,7 +284,7 @@ def _read_lines(
 
 
 def _lines_beginning_in(stream: IO[bytes], start: int, stop: int) -> tuple[int, list[bytes]]:
-    """Read the lines that begin in a range of bytes; the last one may end after it.
+    """Read the lines that begin in a range of bytes. The last line may end after the range.
 
     Args:
         stream: the open file.
@@ -295,16 +296,17 @@ def _lines_beginning_in(stream: IO[bytes], start: int, stop: int) -> tuple[int, 
     """
     first_offset = start
     if start:
-        # Skip the line that begins before the range and ends in it. The byte before the range is
-        # read too, because it may be the line break after which the first line begins.
+        # Skip the rest of the line with the byte before the range. If this byte is a line break, a
+        # line begins with the range, and nothing of the range is skipped.
         stream.seek(start - 1)
-        first_offset += len(stream.readline()) - 1
+        first_offset = start - 1 + len(stream.readline())
     n_bytes = stop - first_offset
     if n_bytes < 1:
         return first_offset, []
     if n_bytes == 1:  # readlines(0) would read the rest of the file
         return first_offset, [stream.readline()]
-    return first_offset, stream.readlines(n_bytes - 1)  # stops after more bytes than this
+    # readlines(n) stops at the first line end after more than n bytes: here, at or after `stop`.
+    return first_offset, stream.readlines(n_bytes - 1)
 
 
 def _parse_lines(
@@ -331,7 +333,7 @@ def _parse_lines(
             filled_offsets.append(offset)
             ids.append(name)
             contents.append(_utf8(content))
-    if any("\0" in name for name in ids):  # which no id may contain
+    if any("\0" in name for name in ids):  # no id may contain a zero byte
         check_text_ids("documents", ids)  # raises an error that names the id
     return _ParsedLines(filled_offsets, [_utf8(name) for name in ids], contents)
 
@@ -370,7 +372,7 @@ def _split_plain_lines(offsets: Sequence[int], lines: list[bytes]) -> _ParsedLin
 
 
 def encoding_at(offset: int) -> str:
-    """Return the encoding of the line at an offset: only a file's first line may have a BOM."""
+    """Return the encoding of the line at an offset. Only a file's first line may have a BOM."""
     return "utf-8" if offset else "utf-8-sig"
 
 
@@ -392,7 +394,7 @@ def id_and_document_of_line(
     if file.endswith(".jsonl"):
         row = json_object(text, file)
     else:
-        name, content = _id_and_text(text)
+        name, content = _split_at_tab(text)
         row = {"_id": name, "text": content}
     # Repeated ids raise an error later, when the ids of all lines are known.
     document = document_of_row(row, file, earlier_ids=(), fields=fields)
@@ -415,13 +417,13 @@ def id_and_contents_of_line(
         Id of the document, and its contents: title and text.
     """
     if not file.endswith(".jsonl"):
-        return _id_and_text(text)
+        return _split_at_tab(text)
     name, document = id_and_document_of_line(text, file, fields)
     return name, document.contents
 
 
-def _id_and_text(line: str) -> tuple[str, str]:
-    """Split a line ``id<tab>text`` at its first tab."""
+def _split_at_tab(line: str) -> tuple[str, str]:
+    """Split a line ``id<tab>text`` at its first tab, and return the id and the text."""
     name, tab, text = line.rstrip("\r\n").partition("\t")
     if not (name and tab):
         raise DataError(f"expected an id, a tab and a text, got {line!r}.")

@@ -139,7 +139,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 def _encoding_of(line: bytes) -> str:
     """Return the name of the encoding of a line that is not UTF-8, for ``iconv``.
 
-    A byte order mark at the start of a file tells UTF-16. Otherwise, LATIN1 is most likely.
+    A byte order mark at the start of a file marks UTF-16. Otherwise, LATIN1 is most likely.
     """
     return "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
 
@@ -218,7 +218,7 @@ def text_rows(
     names: list[str] = []  # names of the columns in the header, if there is one
     for position, (number, line) in enumerate(_filled_lines(lines)):
         where = f"{path}:{number}"
-        values = _fields_of(line)
+        values = _split_fields(line)
         if position == 0:
             columns = header_columns(values, where, fields)
             if columns:
@@ -453,7 +453,7 @@ def _custom_header_columns(
     where: str,
     custom_names: DocumentFields,
 ) -> list[str | None]:
-    """Return which column each field of a header names, if the caller gave names of columns.
+    """Return which column each field of a header names, for custom names of the columns.
 
     Args:
         fields: the fields of the header.
@@ -510,10 +510,10 @@ def _warn_of_header(
 
 
 def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:
-    """Return column -> field of a line.
+    """Return column -> value of a line.
 
     Args:
-        fields: the fields of the line.
+        fields: the values of the line, one per column.
         columns: name of each column. Columns without a name are left out.
         where: file and line, for the error.
 
@@ -564,8 +564,8 @@ def query_rows(path: Path, *, allow_missing_ids: bool = False) -> Iterator[Row]:
 
     Args:
         path: the file, or a folder of files.
-        allow_missing_ids: whether a line of a text file may be a query without an id, as in
-            :func:`text_rows`. It has no effect on topics, JSON, CSV and Parquet.
+        allow_missing_ids: whether a line of a text file may be a query without an id. The number of
+            the line is then its id. Has no effect on topics, JSON, CSV and Parquet.
 
     Yields:
         ``(where, row)``: file and line, and the fields of the query by name.
@@ -610,23 +610,24 @@ def query_of_line(line: str, number: int) -> tuple[str, str]:
         DataError: if the first line is a header, or nothing precedes the tab.
     """
     check_instance("line", line, str, "a line of text")
-    fields = _fields_of(line.removeprefix("\ufeff") if number == 1 else line)
-    shown = "\t".join(fields)
+    fields = _split_fields(line.removeprefix("\ufeff") if number == 1 else line)
+    line_without_break = "\t".join(fields)
     if number == 1 and is_header(fields, "line 1"):
         raise DataError(
-            f"line 1: expected a query, got names of columns, {shown!r}. Leave that line out.",
+            f"line 1: expected a query, got names of columns, {line_without_break!r}. Leave that "
+            "line out.",
         )
     if len(fields) == 1:
         return str(number), fields[0]
     if not fields[0]:
         raise DataError(
-            f"line {number}: expected an id before the tab, got {shown!r}. "
+            f"line {number}: expected an id before the tab, got {line_without_break!r}. "
             "Give the query an id, or remove the tab.",
         )
     return fields[0], "\t".join(fields[1:])
 
 
-def _fields_of(line: str) -> list[str]:
+def _split_fields(line: str) -> list[str]:
     """Return the fields between the tabs of a line, without the line's end."""
     return line.rstrip("\r\n").split("\t")
 
@@ -709,7 +710,7 @@ def _read_split(
     qrels: Qrels = {}
     unknown: list[str] = []
     contradictory: dict[tuple[str, str], None] = {}  # an ordered set
-    for where, query, document, grade in chain.from_iterable(map(_judgements, files)):
+    for where, query, document, grade in chain.from_iterable(map(_read_judgements, files)):
         if query not in queries:
             unknown.append(f"{where}: unknown query {query!r}")
         elif document not in documents:
@@ -717,7 +718,7 @@ def _read_split(
         elif qrels.setdefault(query, {}).setdefault(document, grade) != grade:
             contradictory[query, document] = None
     if contradictory:
-        raise _contradiction(files, list(contradictory))
+        raise _contradiction_error(files, list(contradictory))
     if unknown and drop_unknown:
         _logger.warning(
             "%s; %d judgement(s) of unknown queries or documents are left out",
@@ -739,18 +740,19 @@ def _read_split(
     return qrels
 
 
-def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError:
+def _contradiction_error(files: list[Path], pairs: list[tuple[str, str]]) -> DataError:
     """Create the error for pairs that are judged with several grades.
 
-    The files are read again, to list all grades of a pair with their lines.
+    The files are read again, to list all grades of a pair with their lines. The message lists the
+    first ``_SHOWN_PAIRS`` pairs.
 
     Args:
         files: the files of the split.
-        pairs: queries and documents, in the order of their first contradictory line.
+        pairs: the ids of the query and the document of each pair.
     """
     grades: dict[tuple[str, str], list[str]] = {pair: [] for pair in pairs[:_SHOWN_PAIRS]}
     for file in files:
-        for where, query, document, grade in _judgements(file):
+        for where, query, document, grade in _read_judgements(file):
             if (query, document) in grades:
                 grades[query, document].append(f"{grade} in {where}")
     descriptions = [
@@ -766,7 +768,7 @@ def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError
     )
 
 
-def _judgements(path: Path) -> Iterator[Judgement]:
+def _read_judgements(path: Path) -> Iterator[Judgement]:
     """Yield the judgements in a file.
 
     Files of JSON, CSV or Parquet have rows. Other files have lines of three fields, or four (TREC),
@@ -778,7 +780,7 @@ def _judgements(path: Path) -> Iterator[Judgement]:
         return
     header: list[str | None] = []
     for position, (number, line) in enumerate(_filled_lines(numbered_lines(path))):
-        fields = _fields_of(line)
+        fields = _split_fields(line)
         if len(fields) == 1:  # separated by spaces
             fields = line.split()
         if position == 0:
@@ -816,7 +818,7 @@ def _judgement_of_fields(
             f"{where}: expected 3 tab-separated fields (query-id, corpus-id, score), or the 4 "
             f"fields of TREC (with an iteration), got {len(fields)}. Fix that line.",
         )
-    return Judgement(where, query, document, _grade(grade, "score", where))
+    return Judgement(where, query, document, _parse_grade(grade, "score", where))
 
 
 def _judgement_of_row(row: Json, where: str) -> Judgement:
@@ -835,19 +837,22 @@ def _judgement_of_row(row: Json, where: str) -> Judgement:
     score_column = columns["score"]
     return Judgement(
         where,
-        query=_judged_id(row[query_column], query_column, where),
-        document=_judged_id(row[document_column], document_column, where),
-        grade=_grade(row[score_column], score_column, where),
+        query=_parse_id(row[query_column], query_column, where),
+        document=_parse_id(row[document_column], document_column, where),
+        grade=_parse_grade(row[score_column], score_column, where),
     )
 
 
-def _judged_id(value: object, field: str, where: str) -> str:
+def _parse_id(value: object, field: str, where: str) -> str:
     """Return the id in a field of a judgement as text.
 
     Args:
-        value: a string or a whole number, also as a float such as 1.0, as data frames write it.
+        value: a string or a whole number. Data frames may write the number as a float, such as 1.0.
         field: name of the field, for the error.
         where: file and line, for the error.
+
+    Raises:
+        DataError: if the value is neither.
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -855,23 +860,26 @@ def _judged_id(value: object, field: str, where: str) -> str:
         return str(value)
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: expected an id in {field!r}, text or a whole number, got {_shown(value)}. "
-            "Fix that row.",
+            f"{where}: expected an id in {field!r}, text or a whole number, got "
+            f"{_format_value(value)}. Fix that row.",
         )
     return value
 
 
-def _grade(value: object, field: str, where: str) -> int:
+def _parse_grade(value: object, field: str, where: str) -> int:
     """Return the grade in a field of a judgement.
 
-    A grade is a whole number or its decimal digits. It may have a zero fraction, as in ``1.0``,
-    because data frames write it. Everything else that Python's ``int()`` would accept, such as
-    ``1_0`` or True, is refused.
+    A grade is a whole number or its decimal digits. A fraction of zeros, as in ``1.0``, is allowed,
+    because data frames write whole numbers so. Everything else that Python's ``int()`` would
+    accept, such as ``1_0`` or True, is refused.
 
     Args:
         value: value of the field.
         field: name of the field, for the error.
         where: file and line, for the error.
+
+    Raises:
+        DataError: if the value is not a grade.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -880,12 +888,13 @@ def _grade(value: object, field: str, where: str) -> int:
     if isinstance(value, str):
         digits = value.strip(" ")
         if _GRADE.fullmatch(digits):
-            return int(digits.partition(".")[0])
+            return int(digits.partition(".")[0])  # _GRADE allows only zeros after the point
     raise DataError(
-        f"{where}: expected an integer grade, got {_shown(value)} in {field!r}. Fix that line; "
-        f"names of columns are {', '.join(_JUDGEMENT_COLUMNS)}.",
+        f"{where}: expected an integer grade, got {_format_value(value)} in {field!r}. Fix that "
+        f"line; names of columns are {', '.join(_JUDGEMENT_COLUMNS)}.",
     )
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
+    """Return a value of a field for an error message; None is shown as JSON's null."""
     return "null" if value is None else repr(value)

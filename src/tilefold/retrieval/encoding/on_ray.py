@@ -72,6 +72,8 @@ ATTEMPTS_SUFFIX = ".tries.tmp"
 _APPEAR_POLL_SECONDS = 0.2
 _DEFAULT_CORES = 4  # maximum number of cores of a worker without a GPU
 _MIN_CONNECT_SECONDS = 0.1  # shortest time-out of an attempt to connect
+_RETRY_SECONDS = 1.0  # pause between two attempts to connect, if the time-out is long enough for
+_MIN_ATTEMPTS = 10  # about this many attempts
 
 
 class ClusterError(ConnectionError):
@@ -271,7 +273,11 @@ def _ignore_progress(n_done: int, n_texts: int) -> None:
 
 
 def _text_source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:
-    """Return the source that workers read `texts` from."""
+    """Return an object from which workers read the texts of their shards.
+
+    Args:
+        texts: id -> text, the path of a file or folder of documents, or such an object.
+    """
     if isinstance(texts, Texts):
         return texts
     if isinstance(texts, Mapping):
@@ -280,9 +286,14 @@ def _text_source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:
 
 
 def _provenance_of(source: Texts, plan: ShardPlan) -> Provenance:
-    """Return the provenance of the texts.
+    """Return the provenance of the texts, which has their digest.
 
-    Passages have the provenance of their documents. For other texts, it is the digest of the plan.
+    Passages have the provenance of their documents. For other texts, the digest of the shards is
+    used, which ``plan_shards`` has computed.
+
+    Args:
+        source: the texts.
+        plan: the shards into which the texts are divided.
     """
     texts = getattr(source, "texts", None)
     if isinstance(texts, PassageTexts):
@@ -375,10 +386,10 @@ def _register_shards(writer: ShardWriter[M, V], numbers: list[int]) -> None:
 
 @contextmanager
 def _beacon(folder: Path) -> Iterator[str]:
-    """Create a file in a folder that shows workers that they see the same folder.
+    """Create a file in the output folder for the duration of the block.
 
-    Workers on other machines write only while this file exists, which is until the end of the
-    block.
+    A worker that finds the file knows that its folder is this one, also on another machine. Workers
+    write only while the file exists.
 
     Yields:
         The name of the file.
@@ -473,23 +484,24 @@ def _check_reachable(address: str, timeout: float) -> None:
     """Raise an error if no process accepts connections at an address.
 
     Args:
-        address: ``host:port`` of the cluster.
+        address: ``host:port`` of the cluster. The caller handles ``"auto"`` and ``"local"``, which
+            error messages offer to the user.
         timeout: seconds in which connecting is tried again and again.
 
     Raises:
         ValueError: if `address` is not ``host:port``.
         ClusterError: if no connection was accepted.
     """
-    problem = f"expected host:port, 'auto' or 'local', got {address!r}."
+    expected = f"expected host:port, 'auto' or 'local', got {address!r}."
     if "://" in address:
         raise ArgumentError(
             "address",
-            f"{problem} Ray Data does not work over Ray's client. Run the command on a machine of "
+            f"{expected} Ray Data does not work over Ray's client. Run the command on a machine of "
             "the cluster, or with `ray job submit`.",
         )
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
-        raise ArgumentError("address", problem)
+        raise ArgumentError("address", expected)
     start = time.monotonic()
     failure = ""
     while True:
@@ -500,12 +512,13 @@ def _check_reachable(address: str, timeout: float) -> None:
                 "cluster (ray start --head), or correct the address.",
             )
         try:
+            # A connection needs some time even if nearly none is left.
             connect_timeout = max(_MIN_CONNECT_SECONDS, timeout - elapsed)
             with socket.create_connection((host, int(port)), timeout=connect_timeout):
                 return
         except OSError as error:
             failure = str(error)
-            time.sleep(min(1.0, timeout / 10))
+            time.sleep(min(_RETRY_SECONDS, timeout / _MIN_ATTEMPTS))
 
 
 def _fit_workers(ray: ModuleType, cluster: RayCluster) -> WorkerPool:

@@ -103,10 +103,11 @@ def prepare_ahead(
     dpi: int,
     n_workers: int,
 ) -> Iterator[Iterator[tuple[EncodingStep, PreparedPages | None]]]:
-    """Prepare the pages of steps in worker processes, while the caller encodes earlier ones.
+    """Prepare the pages of batches in worker processes, while the caller encodes earlier batches.
 
-    A thread takes the steps and receives the features from the workers, so that the caller waits
-    only for features that are not ready yet. For a model on a GPU, features are in pinned memory.
+    A step is a batch, the end of a window of documents, or a pause while no window is ready. A
+    thread takes the steps and receives the features from the workers, so that the caller waits only
+    for features that are not ready yet. For a model on a GPU, features are in pinned memory.
     Leaving the context ends the thread and the workers.
 
     Batches have the same features for every number of workers.
@@ -131,8 +132,8 @@ def prepare_ahead(
             f"expected 0, because {obstacle}, got {n_workers}. Leave it out.",
         )
     preparation = PagePreparation(model, dpi)
-    # A processor of dynamic shapes pads the pages of a batch to the largest one, so it must see all
-    # of them.
+    # A processor of dynamic shapes pads the pages of a batch to the largest page, so it must
+    # process all of them together.
     part_size = _PAGES_PER_PART if has_fixed_shapes(model) else None
     pin_memory = torch.device(getattr(model, "device", "cpu")).type == "cuda"
     pending_steps = (PendingStep(step, part_size, pin_memory) for step in steps)
@@ -184,7 +185,8 @@ class PendingStep:
 
     def result(self) -> tuple[EncodingStep, PreparedPages | None]:
         """Return the step and the features of its pages; None for a step without pages."""
-        return self.step, self._collector.prepared() if self._has_pages else None
+        features = self._collector.prepared() if self._has_pages else None
+        return self.step, features
 
 
 def _prepare_without_workers(
@@ -245,7 +247,7 @@ def _prepare_with_workers(
                 yield from finished_steps()
             worker.submit(part)
             parts_in_flight.append((worker, pending))
-        yield from finished_steps()  # a step without pages waits for those before it only
+        yield from finished_steps()  # a step without pages waits only for the steps before it
     while parts_in_flight:
         receive_oldest_part()
         yield from finished_steps()
@@ -310,8 +312,8 @@ class _FeatureGroup:
         self.positions: list[int] = []
         tensors = _tensors_of(features)
         self._other_features = _other_features_of(features)
-        # Tensors with a row for each page can be joined, and what describes all pages, such as
-        # the modality. A list may have an entry for each page.
+        # Further pages can be appended if every tensor has a row for each page, and every other
+        # feature describes all pages, such as the modality. A list may have an entry for each page.
         self._can_grow = all(
             value.dim() > 0 and value.size(0) == len(positions) for value in tensors.values()
         ) and all(
@@ -406,12 +408,12 @@ class SharedBuffer:
             tensors: tensors on the CPU.
 
         Returns:
-            Where each tensor is.
+            The number type, shape and offset of each tensor.
         """
         shared_tensors: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
-            offset = -(-end // _ALIGNMENT) * _ALIGNMENT  # rounded up
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT  # `end`, rounded up to a cache line
             shared_tensors.append(SharedTensor(tensor.dtype, tuple(tensor.shape), offset))
             end = offset + tensor.numel() * tensor.element_size()
         if os.fstat(self._file.fileno()).st_size < end:
@@ -421,14 +423,18 @@ class SharedBuffer:
         return shared_tensors
 
     def read(self, shared_tensor: SharedTensor) -> Tensor:
-        """Return a tensor without copying it. Its values change with the next call of `write`."""
+        """Return a tensor that shares the buffer's memory, which `write` overwrites.
+
+        Args:
+            shared_tensor: number type, shape and offset of the tensor.
+        """
         tensor = torch.empty(0, dtype=shared_tensor.dtype)
         n_values = torch.Size(shared_tensor.shape).numel()
         if n_values == 0:
             return tensor.reshape(shared_tensor.shape)
         end = shared_tensor.offset + n_values * tensor.element_size()
         if self._memory is None or len(self._memory) < end:
-            self._memory = mmap.mmap(self._file.fileno(), 0)  # of the size of the file
+            self._memory = mmap.mmap(self._file.fileno(), 0)  # 0 maps the whole file
         values = torch.frombuffer(
             self._memory,
             dtype=shared_tensor.dtype,
@@ -578,7 +584,10 @@ class _PageWorker:
             self._connection.send(task)
 
     def receive_into(self, pending: PendingStep) -> None:
-        """Add the features of the oldest pages that were submitted to a step, once prepared.
+        """Wait for the features of the part that was submitted first, and add them to its step.
+
+        Args:
+            pending: the step of this part.
 
         Raises:
             WorkerError: if the process was killed twice while it prepared the same page.
@@ -601,9 +610,13 @@ class _PageWorker:
         self._free_buffers.append(task.buffer)
 
     def _receive(self, task: _Task) -> PreparedPages | None:
-        """Wait for the features of a task; None if the process has ended instead.
+        """Wait for the features of a task's pages; None if the process has ended instead.
 
-        The features are tensors in the buffer of the task.
+        The process returns the results of tasks in their order. It has written the tensors of the
+        features to the task's buffer, which they share.
+
+        Args:
+            task: the oldest task without a result.
 
         Raises:
             Exception: if the process could not hand over the features, as when memory is short.
@@ -611,6 +624,7 @@ class _PageWorker:
         if self._connection is None:
             return None
         try:
+            # features with a SharedTensor, the address in the buffer, in place of each tensor
             result: PreparedPages | Exception = self._connection.recv()
         except (EOFError, OSError):
             return None
@@ -618,7 +632,7 @@ class _PageWorker:
             raise result
         buffer = self._buffers[task.buffer]
         result.groups = [
-            (positions, _read_features(buffer, features)) for positions, features in result.groups
+            (positions, _read_tensors(buffer, received)) for positions, received in result.groups
         ]
         return result
 
@@ -746,9 +760,14 @@ def _write_features(buffer: SharedBuffer, prepared: PreparedPages) -> None:
                 features[name] = next(shared_tensors)
 
 
-def _read_features(buffer: SharedBuffer, features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return features whose tensors are in a buffer."""
+def _read_tensors(buffer: SharedBuffer, received: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each ``SharedTensor`` of received features by its tensor, without a copy.
+
+    Args:
+        buffer: memory that the worker process has written.
+        received: name of a feature -> value, or ``SharedTensor`` for a tensor.
+    """
     return {
         name: buffer.read(value) if isinstance(value, SharedTensor) else value
-        for name, value in features.items()
+        for name, value in received.items()
     }

@@ -134,20 +134,20 @@ def _with_image_tokens(features: Any, model: Any, images: Sequence[Image]) -> di
 
 
 def add_image_tokens(model: Model) -> None:
-    """Let ``preprocess`` of a model return the token ids of images, as :func:`image_features` does.
+    """Let ``preprocess`` of a model return the token ids of images, which it may leave out.
 
     The trainer and the evaluators of sentence-transformers call ``preprocess``. The model is
-    changed in place until it is saved.
+    changed in place, but not in its saved files.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
     """
     encoder: Any = model
     transformer = encoder[0]
-    stock_preprocess = transformer.preprocess
+    original_preprocess = transformer.preprocess
 
     def preprocess(inputs: Sequence[Any], *args: Any, **options: Any) -> dict[str, Any]:
-        features = stock_preprocess(inputs, *args, **options)
+        features = original_preprocess(inputs, *args, **options)
         if not inputs or any(isinstance(item, str) for item in inputs):
             return dict(features)
         return _with_image_tokens(features, encoder, inputs)
@@ -158,8 +158,9 @@ def add_image_tokens(model: Model) -> None:
 def has_fixed_shapes(model: Model) -> bool:
     """Return whether the features of all pages have the same shapes, whatever the pages' sizes.
 
-    This is so for ColPali. A processor of dynamic grids, such as that of ColQwen2, pads the pages
-    of a batch to the largest one. Images of unlike sizes are processed to find out.
+    This is so for ColPali. The processor of ColQwen2 instead divides larger pages into more
+    patches, and pads the pages of a batch to the largest page. The function decides by processing
+    blank images of different sizes.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
@@ -169,7 +170,7 @@ def has_fixed_shapes(model: Model) -> bool:
     for size in _PROBE_SIZES:
         try:
             features = image_features(model, [pillow.new("RGB", size)])
-        except Exception:  # the processor refuses such images, and may refuse some of the pages
+        except Exception:  # a processor that refuses a size may refuse some of the pages, too
             return False
         shapes.append(
             {name: value.shape for name, value in features.items() if isinstance(value, Tensor)},
@@ -324,7 +325,7 @@ class PagePreparation:
         self._dpi = dpi
 
     def prepare(self, batch: PageBatch) -> PreparedPages:
-        """Return the features of a batch. An error of one page does not lose the others."""
+        """Return the features of a batch, and the errors of pages that could not be prepared."""
         prepared = PreparedPages()
         images: dict[int, Image] = {}
         for position, page in zip(batch.positions, batch.pages, strict=True):

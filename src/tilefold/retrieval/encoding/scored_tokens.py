@@ -97,9 +97,10 @@ def scored_tokens(
 
 
 def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[int]:
-    """Return the scored tokens of a query that spell its words.
+    """Return the positions of the scored tokens that spell the words of a query.
 
-    Markers, prompts, special tokens and expansion tokens are left out.
+    Markers, prompts, special tokens and expansion tokens are left out. Without a ``Transformer``
+    as a direct module of the model, only special tokens are.
 
     Args:
         model: the ``MultiVectorEncoder`` that encoded the query.
@@ -114,15 +115,19 @@ def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[in
 
     encoder: Any = model
     if any(isinstance(module, Transformer) for module in encoder):
-        content = real_query_token_slice(encoder, query)
+        content = real_query_token_slice(encoder, query)  # positions among all tokens of the model
         return [
             scored_position
-            for scored_position, position in enumerate(tokens.positions.tolist())
-            if content.start <= position < content.stop
+            for scored_position, input_position in enumerate(tokens.positions.tolist())
+            if content.start <= input_position < content.stop
         ]
     # `real_query_token_slice` does not support a Router, whose routes contain the Transformer.
     special_ids = set(tokens.tokenizer.all_special_ids)
-    return [position for position, token in enumerate(tokens.ids) if token not in special_ids]
+    return [
+        scored_position
+        for scored_position, token_id in enumerate(tokens.ids)
+        if token_id not in special_ids
+    ]
 
 
 def query_tokens(model: Model, query: str) -> list[Json]:

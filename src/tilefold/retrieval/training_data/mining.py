@@ -84,7 +84,7 @@ class FalseNegatives:
     max_share: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise an error if a margin or share is not a number, or out of range."""
+        """Raise an error if the margin is negative or infinite, or the share is not in (0, 1]."""
         for name in ("margin", "max_share"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
@@ -347,13 +347,13 @@ def _candidate_ranks(
     collection: Collection,
     false_negatives: FalseNegatives,
 ) -> list[int]:
-    """Find the retrieved documents that can be negatives of a query.
+    """Find the ranks of the retrieved documents that can be negatives of a query.
 
     Relevant documents are left out, and so are the document with the id of the query, documents
     that score too high, and documents with the text of the query or of a relevant document.
 
     Args:
-        mined: the mined rows, whose counts of left out candidates are updated.
+        mined: the mined rows, whose counts of candidates that were left out are updated.
         query: id of the query.
         ranking: retrieved documents and scores, best first.
         collection: documents, queries and judgements.
@@ -422,11 +422,11 @@ def _draw(ranks: list[int], windows: Sequence[Window], seed: int, query: str) ->
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
     """Return training rows without the negatives that score too high.
 
-    Scored rows are filtered by the teachers' combined score, and mined rows by the retriever's
-    score. Queries that lose all their negatives are left out.
+    Rows with scores of teachers are filtered by the teachers' combined score, and other rows by the
+    retriever's score. Queries that lose all their negatives are left out.
 
     Args:
-        rows: mined or scored training rows.
+        rows: training rows, with or without scores of teachers.
         false_negatives: limits of a negative's score, relative to the relevant documents.
 
     Raises:
@@ -434,13 +434,13 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
     """
     check_rows("rows", rows)
     keep = np.zeros(len(rows), bool)
-    for group, start in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
-        scores = group.retrieved if group.target is None else group.target
-        limit = false_negatives.limit(scores[group.relevant].tolist(), group.query)
-        keep_in_group = group.relevant | (scores <= np.float32(limit))
-        has_negatives = keep_in_group.sum() > group.relevant.sum()
+    for query_rows, start in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
+        scores = query_rows.retrieved if query_rows.target is None else query_rows.target
+        limit = false_negatives.limit(scores[query_rows.relevant].tolist(), query_rows.query)
+        keep_of_query = query_rows.relevant | (scores <= np.float32(limit))
+        has_negatives = keep_of_query.sum() > query_rows.relevant.sum()
         if has_negatives:
-            keep[start : start + len(keep_in_group)] = keep_in_group
+            keep[start : start + len(keep_of_query)] = keep_of_query
     if not keep.any():
         n_negatives = int((~rows.relevant).sum())
         raise ArgumentError(

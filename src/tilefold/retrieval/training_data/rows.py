@@ -568,7 +568,7 @@ def _read_parquet(file: Path) -> TrainingRows:
     """
     pa, pq = arrow("Reading training rows")
     try:
-        # Ids are read as dictionaries, and all other columns as plain values.
+        # Ids are read in dictionary encoding, and all other columns as plain values.
         with (
             pq.ParquetFile(file) as table,
             pq.ParquetFile(file, read_dictionary=_ID_COLUMNS) as id_table,
@@ -594,7 +594,8 @@ def _rows_of_table(
         pa: the module ``pyarrow``.
         pq: the module ``pyarrow.parquet``.
         table: the open file.
-        id_table: the same file, opened to read ids as dictionaries.
+        id_table: the same file, opened to read columns of ids in dictionary encoding: each distinct
+            id once, and its number in every row.
 
     Raises:
         DataError: if a column is missing or wrong.
@@ -602,10 +603,10 @@ def _rows_of_table(
     available = table.schema_arrow.names
     teacher_columns = [name for name in available if name.startswith(TEACHER_PREFIX)]
     _check_columns(available, has_teachers=bool(teacher_columns))
-    queries = _read_ids(pa, id_table, "query_id")
-    documents = _read_numeric_ids(file, pa, pq, table, "document_id")
-    if documents is None:
-        documents = _read_ids(pa, id_table, "document_id")
+    query_ids = _read_ids(pa, id_table, "query_id")
+    document_ids = _read_numeric_ids(file, pa, pq, table, "document_id")
+    if document_ids is None:
+        document_ids = _read_ids(pa, id_table, "document_id")
     relevant = table.read(["relevant"]).column(0)
     if not pa.types.is_boolean(relevant.type) or relevant.null_count:
         raise DataError(
@@ -613,18 +614,21 @@ def _rows_of_table(
             f"{relevant.type} with {relevant.null_count} null(s).",
         )
     order: Any = slice(None)  # the order of the file, in which queries usually are grouped
-    if (np.diff(queries.positions) < 0).any():
-        order = np.argsort(queries.positions, kind="stable")  # groups the rows of each query
+    if (np.diff(query_ids.positions) < 0).any():
+        order = np.argsort(query_ids.positions, kind="stable")  # groups the rows of each query
+    # In a file with teachers, ``score`` is the combined score of the teachers.
     retriever_column = "retriever_score" if teacher_columns else "score"
+    # Documents that were not retrieved have neither a rank nor a retriever's score.
     null_values: dict[str, float | None] = {"rank": 0.0, retriever_column: np.nan}
     if teacher_columns:
-        null_values.update(dict.fromkeys([*teacher_columns, "score"]))  # nulls are errors
+        for name in (*teacher_columns, "score"):
+            null_values[name] = None  # a null is an error
     columns = _read_numbers(pa, table, null_values, order)
     return TrainingRows(
-        queries=queries.ids,
-        documents=documents.ids,
-        offsets=offsets_of(np.bincount(queries.positions, minlength=len(queries.ids))),
-        document=documents.positions[order],
+        queries=query_ids.ids,
+        documents=document_ids.ids,
+        offsets=offsets_of(np.bincount(query_ids.positions, minlength=len(query_ids.ids))),
+        document=document_ids.positions[order],
         relevant=np.asarray(relevant.to_numpy(), bool)[order],
         rank=columns["rank"].astype(np.int32),
         retrieved=columns[retriever_column],
@@ -780,11 +784,12 @@ def _read_ids(pa: ModuleType, id_table: Any, name: str) -> _IdColumn:
 
     Args:
         pa: the module ``pyarrow``.
-        id_table: the file, opened to read ids as dictionaries.
+        id_table: the file, opened to read the column in dictionary encoding: each distinct id once,
+            and its number in every row.
         name: name of the column.
 
     Raises:
-        DataError: if the column is not a dictionary of strings, or a row has no id.
+        DataError: if the column does not have strings, or a row has no id.
     """
     column = id_table.read([name]).column(0)
     if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
@@ -793,20 +798,21 @@ def _read_ids(pa: ModuleType, id_table: Any, name: str) -> _IdColumn:
         raise DataError(f"{name}: expected an id in every row, got {column.null_count} null(s).")
     encoded = column.unify_dictionaries().combine_chunks()
     if not _is_in_first_order(encoded.indices.to_numpy(), len(encoded.dictionary)):
-        # The dictionary is sorted, or has ids of rows that were removed: build it again.
+        # The dictionary is sorted, or has ids that no row has: build it again.
         encoded = column.cast(pa.string()).dictionary_encode().combine_chunks()
     positions = encoded.indices.to_numpy().astype(np.int32, copy=False)
     return _IdColumn(encoded.dictionary.to_pylist(), positions)
 
 
 def _is_in_first_order(positions: npt.NDArray[Any], n_ids: int) -> bool:
-    """Return whether a dictionary lists its ids in the order of their first rows.
+    """Return whether a list of distinct ids is in the order of their first rows.
 
-    If it does, each row has either an earlier id or the next new one, and the last id occurs.
+    If it is, each row has either the id of an earlier row or the next id of the list, and the last
+    id of the list occurs.
 
     Args:
-        positions: position ``[N]`` of each row's id in the dictionary.
-        n_ids: number of ids in the dictionary.
+        positions: position ``[N]`` of each row's id in the list.
+        n_ids: number of ids in the list.
     """
     highest_so_far = np.maximum.accumulate(np.append(np.int32(-1), positions))
     skips_ids = bool((np.diff(highest_so_far) > 1).any())

@@ -43,7 +43,7 @@ __all__ = ["KINDS", "NORMALIZATIONS", "Teacher", "ensemble", "score_rows", "with
 KINDS = ("cross-encoder", "dense", "sparse", "multi-vector", "bm25")
 NORMALIZATIONS = ("min_max", "none")
 DEFAULT_MIN_MAX_SCALE = 30.0  # factor on scores after min-max normalization
-SHARD = 2048  # number of pairs whose scores a cross-encoder saves together
+PAIRS_PER_SHARD = 2048  # number of pairs whose scores a cross-encoder saves together
 _EPSILON = 1e-6
 # Part of the names of saved scores, because an earlier release rounded scores of cross-encoders to
 # bf16.
@@ -69,21 +69,26 @@ class Teacher:
     model: Model
 
     def __post_init__(self) -> None:
-        """Raise an error if the model cannot be a teacher of its kind."""
+        """Raise an error if the model cannot be a teacher of its kind.
+
+        A model must have the class of its kind. A cross-encoder must compute one score, and a BM25
+        index must score whole documents.
+        """
         check_choice("kind", self.kind, KINDS)
-        self._check_model()
+        self._check_model_class()
         if self.kind == "cross-encoder" and self.model.num_labels != 1:
             raise ValueError(
                 f"teacher {self.name}: expected a cross-encoder with one output, a relevance "
                 f"score, got one with {self.model.num_labels} classes. Use a reranker.",
             )
+        # An index of passages records the settings by which documents were divided.
         if self.kind == "bm25" and self.model.provenance.passages is not None:
             raise ValueError(
                 f"teacher {self.name}: expected a BM25 index of whole documents, got one of "
                 "passages.",
             )
 
-    def _check_model(self) -> None:
+    def _check_model_class(self) -> None:
         """Raise ``TypeError`` if the model does not have the class of its kind.
 
         Classes of sentence-transformers are recognized by their attributes, because importing them
@@ -312,11 +317,11 @@ def _check_finite(teacher: Teacher, rows: TrainingRows, scores: Floats) -> None:
 
 
 def _load_scores(file: Path, count: int) -> Floats | None:
-    """Return `count` saved scores, or None if the file is missing or damaged.
+    """Return saved scores, or None if the file is missing or damaged.
 
     Args:
         file: the file.
-        count: number of training rows.
+        count: number of scores that the file must have.
     """
     if not file.is_file():
         return None
@@ -335,9 +340,9 @@ def _save_scores(file: Path, scores: Floats) -> None:
 
 
 def _score_cross_encoder(model: Model, task: _Task) -> Floats:
-    """Score all pairs with a ``CrossEncoder``, and save the scores shard by shard.
+    """Score all pairs with a ``CrossEncoder``, and save the scores in shards of consecutive pairs.
 
-    Shards that an interrupted run has saved are not scored again.
+    Scores that an interrupted run has saved are read, and all missing shards are then computed.
 
     Args:
         model: the ``CrossEncoder``.
@@ -350,8 +355,8 @@ def _score_cross_encoder(model: Model, task: _Task) -> Floats:
     scores = np.zeros(n_pairs, np.float32)
     missing_shards: dict[Path, slice] = {}  # file of a shard -> its pairs
     n_done = 0
-    for start in range(0, n_pairs, SHARD):
-        pairs = slice(start, min(start + SHARD, n_pairs))
+    for start in range(0, n_pairs, PAIRS_PER_SHARD):
+        pairs = slice(start, min(start + PAIRS_PER_SHARD, n_pairs))
         file = task.scores_file.with_suffix(f".{start:012d}.npy")
         saved_scores = _load_scores(file, pairs.stop - pairs.start)
         if saved_scores is None:
@@ -612,15 +617,16 @@ def ensemble(
         teachers: name of a teacher -> its scores, float32 ``[N]``.
         normalization: ``"min_max"`` or ``"none"``.
         scale: factor on the mean; by default 30 with ``"min_max"``, and 1 with ``"none"``.
-        like: name of a teacher. The result is mapped to the mean and standard deviation of its
-            scores, instead of being multiplied by `scale`, as for SPLADE-v3 (arXiv 2403.06789).
+        like: name of a teacher, or None. The means are then shifted and scaled until they have the
+            average and the standard deviation of this teacher's scores over all rows, and are not
+            multiplied by `scale`, as for SPLADE-v3 (arXiv 2403.06789).
 
     Returns:
         The combined scores, float32 ``[N]``.
 
     Raises:
         ValueError: if there is no teacher, a shape or an option is wrong, or `like` is given and
-            all means are equal.
+            the mean over the teachers is the same for all rows.
     """
     check_rows("rows", rows)
     check_mapping("teachers", teachers, "name -> scores")
@@ -628,14 +634,14 @@ def ensemble(
         raise ArgumentError("teachers", "expected at least one, got an empty mapping.")
     check_choice("normalization", normalization, NORMALIZATIONS)
     _check_scale_and_like(teachers, scale, like)
-    columns = [_scores_of_rows(name, scores, len(rows)) for name, scores in teachers.items()]
+    teacher_scores = [_scores_of_rows(name, scores, len(rows)) for name, scores in teachers.items()]
     if normalization == "min_max":
-        columns = [_min_max(rows, scores) for scores in columns]
-    mean = np.mean(columns, axis=0)
+        teacher_scores = [_min_max(rows, scores) for scores in teacher_scores]
+    mean = np.mean(teacher_scores, axis=0)  # over the teachers, for each row
     factor = applied_scale(normalization, scale, like)
-    if factor is not None:
+    if factor is not None:  # None if `like` is given
         return np.asarray(mean * factor, np.float32)
-    if not np.ptp(mean):  # the standard deviation may not be exactly 0
+    if not np.ptp(mean):  # rounding could make the standard deviation of equal numbers positive
         raise ArgumentError(
             "like",
             "needs scores that differ, got equal scores, whose standard deviation is 0.",
@@ -682,7 +688,7 @@ def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:
     """Add rows for relevant documents that are missing, before the other rows of their query.
 
-    Documents are missing if negatives were mined with other judgements than they are used with.
+    Documents are missing if the negatives were mined for the judgements of another split.
 
     Args:
         rows: mined training rows.
@@ -700,9 +706,9 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     check_instance("collection", collection, Collection, "load_collection(path)")
     qrels = collection.split_qrels(split)
     missing_by_query = []
-    for group in rows.groups():
-        present = set(group.documents)
-        grades = qrels.get(group.query, {})
+    for query_rows in rows.groups():
+        present = set(query_rows.documents)
+        grades = qrels.get(query_rows.query, {})
         missing_by_query.append(
             [
                 document
