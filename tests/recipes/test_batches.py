@@ -209,7 +209,7 @@ def test_what_differs_from_the_announcement_is_a_warning(
         expected_pairs=counts.steps * 16,
         n_pairs=160,
         batch_size=16,
-        negatives_among=lambda pairs: pairs - 1,
+        negatives_in_step=lambda pairs: pairs - 1,
     )
     assert [text[: len(start)] for text, start in zip(warnings, expected, strict=True)] == expected
 

@@ -59,10 +59,9 @@ def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
 
 
 def expected_pairs(steps: int, n_rows: int, batch_size: int) -> int:
-    """Return the number of pairs that some steps train with if no batch is needlessly short.
+    """Return the number of pairs of all steps, if only the last batch of an epoch is short.
 
-    Only the last batch of an epoch may be short. A pair counts once for each epoch in which it is
-    trained.
+    A pair counts once for each epoch in which it is trained.
 
     Args:
         steps: number of steps.
@@ -115,7 +114,10 @@ class TextCounts:
         )
 
     def max_distinct_rows(self, n_batches: int) -> int:
-        """Return an upper bound on the number of different rows in some batches."""
+        """Return an upper bound on the number of different rows in `n_batches` batches.
+
+        A text that occurs in many rows can occur only once in each batch.
+        """
         return min(int(np.minimum(counts, n_batches).sum()) for counts in self._columns.values())
 
 
@@ -148,7 +150,7 @@ def check_batches(
     *,
     ranks: int,
 ) -> str:
-    """Check before training that the batches of a recipe are possible.
+    """Check before training that the batches of a recipe can be made from the training rows.
 
     Several ranks and the field ``fill_batches`` need full batches.
 
@@ -256,52 +258,55 @@ def step_warnings(
     expected_pairs: int,
     n_pairs: int,
     batch_size: int,
-    negatives_among: Callable[[int], int],
+    negatives_in_step: Callable[[int], int],
 ) -> tuple[str, ...]:
     """Return warnings about a finished training with few steps, short batches or no negatives.
 
     Args:
         counts: number of steps, and numbers of pairs in them.
-        expected_pairs: number of pairs that the steps have if only the last batch of each epoch is
-            short.
+        expected_pairs: number of pairs of all steps, if no batch is short except for the last one
+            of each epoch.
         n_pairs: number of training pairs.
         batch_size: number of pairs of a full batch.
-        negatives_among: maps the number of pairs of a step to the number of negatives of a query.
+        negatives_in_step: takes the number of pairs of a step, and returns the number of negatives
+            of each of its queries.
     """
+    most_pairs_of_step = counts.most
+    n_steps_of_one_pair = counts.single
     warnings = []
     if counts.steps < FEW_STEPS:
         warnings.append(
-            f"the training had {count_of(counts.steps, 'step')}, which hardly change a model: "
+            f"the training had {format_count(counts.steps, 'step')}, which hardly change a model: "
             "train for more epochs or steps, with smaller batches, or on more pairs.",
         )
     if n_pairs < batch_size:
         warnings.append(
             f"the data have {n_pairs:,} pairs, fewer than batch_size ({batch_size:,}): no step was "
-            f"full, and a query had at most {negatives_among(counts.most):,} negatives.",
+            f"full, and a query had at most {negatives_in_step(most_pairs_of_step):,} negatives.",
         )
     n_missing_pairs = expected_pairs - counts.total
     if n_missing_pairs > 0 and n_missing_pairs >= MIN_MISSING_SHARE * expected_pairs:
         warnings.append(
-            f"{count_of(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
+            f"{format_count(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
             f"{expected_pairs:,}, counting a pair once per epoch: batches were short because a "
             "text may occur only once in a batch. Set fill_batches (--fill-batches) to fill them, "
             "or use a smaller batch_size (--batch-size).",
         )
-    if counts.single and not negatives_among(1):
+    if n_steps_of_one_pair and not negatives_in_step(1):
         warnings.append(
-            f"{count_of(counts.single, 'step')} of {counts.steps:,} had a single pair and no "
-            "negative: their ranking loss is 0, and nothing was learnt from them. Set fill_batches "
-            "(--fill-batches) to fill them.",
+            f"{format_count(n_steps_of_one_pair, 'step')} of {counts.steps:,} had a single pair "
+            "and no negative: their ranking loss is 0, and nothing was learnt from them. Set "
+            "fill_batches (--fill-batches) to fill them.",
         )
     return tuple(warnings)
 
 
 def describe_steps(result: Any) -> str:
     """Describe how many steps a :class:`TrainResult` has, and how many pairs were in them."""
-    steps = count_of(result.steps, "step")
+    steps = format_count(result.steps, "step")
     if not result.pairs:
         return steps
-    pairs = range_of(result.fewest_pairs, result.pairs)
+    pairs = format_range(result.fewest_pairs, result.pairs)
     return f"{steps} of {pairs} pairs, {result.trained_pairs:,} in all"
 
 
@@ -309,14 +314,14 @@ def describe_negatives(result: Any) -> str:
     """Describe the number of negatives of a query in the steps of a :class:`TrainResult`."""
     if result.negatives is None:
         return ""
-    return range_of(result.fewest_negatives, result.negatives)
+    return format_range(result.fewest_negatives, result.negatives)
 
 
-def range_of(fewest: int | None, most: int) -> str:
+def format_range(fewest: int | None, most: int) -> str:
     """Return a range of numbers in words; a single number if both ends are equal."""
     return f"{most:,}" if fewest in (None, most) else f"{fewest:,} to {most:,}"
 
 
-def count_of(count: int, name: str) -> str:
+def format_count(count: int, name: str) -> str:
     """Return a number with its noun, which gets an "s" unless the number is 1."""
     return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

@@ -448,7 +448,7 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         expected_pairs=expected_pairs(counts.steps, n_rows, recipe.batch_size),
         n_pairs=job.examples.pairs,
         batch_size=recipe.batch_size,
-        negatives_among=recipe.negatives_among,
+        negatives_in_step=recipe.negatives_among,
     )
     losses = watcher.losses
     return replace(

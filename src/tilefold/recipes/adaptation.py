@@ -19,7 +19,7 @@ from tilefold.recipes._settings import (
     checked,
     integer,
 )
-from tilefold.recipes._steps import FEW_STEPS, PairCounts, count_of, range_of
+from tilefold.recipes._steps import FEW_STEPS, PairCounts, format_count, format_range
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.adapters import unfreeze_network_adapters
 from tilefold.recipes.loading import supports_bf16
@@ -95,10 +95,10 @@ class AdaptationResult:
 
     def __str__(self) -> str:
         """Return the steps, losses and warnings of the training, one per line."""
-        blocks = range_of(self.fewest_blocks, self.most_blocks)
+        blocks = format_range(self.fewest_blocks, self.most_blocks)
         lines = [
-            f"{count_of(self.steps, 'step')} of {blocks} blocks, {self.trained_blocks:,} in all "
-            f"({self.planned_blocks:,} in full steps; the texts fill {self.text_blocks:,})",
+            f"{format_count(self.steps, 'step')} of {blocks} blocks, {self.trained_blocks:,} in "
+            f"all ({self.planned_blocks:,} in full steps; the texts fill {self.text_blocks:,})",
             f"next-token loss {self.first_plain_loss:.3f} to {self.plain_loss:.3f}, of activated "
             f"logits {self.first_activated_loss:.3f} to {self.activated_loss:.3f}",
             f"positions with a logit above 0: {self.first_alive_share:.1%} to "
@@ -161,10 +161,10 @@ def adapt(
 ) -> AdaptationResult:
     """Train a causal language model to predict next tokens from activated logits, in place.
 
-    The loss is ``CE(H) + activated_weight * CE(log1p(relu(H)))`` of the logits H. The logits of
-    causal LM heads are mostly negative, and relu of them has no gradient, so such models die if
-    SPLADE trains them directly. Adapt a model before it is made bidirectional or wrapped for
-    SPLADE, save it, and use the folder as ``base_model``.
+    The loss is ``CE(H) + activated_weight * CE(log1p(relu(H)))`` of the logits H, where CE is the
+    cross-entropy. The logits of causal LM heads are mostly negative, and relu of them has no
+    gradient, so that SPLADE cannot train such models directly. Adapt a model before it is made
+    bidirectional or wrapped for SPLADE, save it, and use the folder as ``base_model``.
 
     Args:
         network: a transformers ``...ForCausalLM``, which may have adapters. Active adapters are
@@ -216,7 +216,7 @@ def adapt(
             f"the adaptation ended after {steps:,} of {recipe.steps:,} steps; give more text, or "
             "fewer steps.",
         )
-    return _result(recipe, log, len(blocks))
+    return _create_result(recipe, log, len(blocks))
 
 
 def _check_arguments(network: Network, tokenizer: Tokenizer, recipe: AdaptationRecipe) -> None:
@@ -299,7 +299,7 @@ class _StepLog:
         self.counts = self.counts.add_step(n_blocks)
 
 
-def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> AdaptationResult:
+def _create_result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> AdaptationResult:
     """Return the result of a finished adaptation, with the losses of its first and last step.
 
     Args:
@@ -325,11 +325,15 @@ def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> Adapta
         fewest_blocks=log.counts.fewest,
         trained_blocks=log.counts.total,
         planned_blocks=recipe.steps * recipe.batch_size,
-        warnings=_warnings(recipe, log.counts, text_blocks),
+        warnings=_create_warnings(recipe, log.counts, text_blocks),
     )
 
 
-def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) -> tuple[str, ...]:
+def _create_warnings(
+    recipe: AdaptationRecipe,
+    counts: PairCounts,
+    text_blocks: int,
+) -> tuple[str, ...]:
     """Return warnings if an adaptation had few steps or no full step.
 
     Args:
@@ -340,12 +344,12 @@ def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) ->
     warnings = []
     if counts.steps < FEW_STEPS:
         warnings.append(
-            f"the adaptation had {count_of(counts.steps, 'step')}, which hardly change a model: "
-            "train for more steps.",
+            f"the adaptation had {format_count(counts.steps, 'step')}, which hardly change a "
+            "model: train for more steps.",
         )
     if text_blocks < recipe.batch_size:
         warnings.append(
-            f"the texts fill {count_of(text_blocks, 'block')}, fewer than batch_size "
+            f"the texts fill {format_count(text_blocks, 'block')}, fewer than batch_size "
             f"({recipe.batch_size:,}), so no step was full: give more text, or a smaller length "
             "or batch_size.",
         )
@@ -378,11 +382,11 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
 
             Args:
                 model: the causal language model, which accelerate may have wrapped.
-                inputs: its ``"input_ids"`` are the blocks ``[B, length]``.
-                return_outputs: whether to return outputs as well, which are empty.
+                inputs: dictionary whose ``"input_ids"`` are the blocks ``[B, length]``.
+                return_outputs: whether to return a dictionary of outputs as well, which is empty.
 
             Returns:
-                The loss, or the loss and the outputs.
+                The loss; with `return_outputs`, the loss and the dictionary.
 
             Raises:
                 RuntimeError: if the loss is not finite.
@@ -420,8 +424,9 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
 def _check_head(network: Network) -> None:
     """Raise an error if the logits of a model are not simply the outputs of its LM head.
 
-    The loss computes logits in chunks, from hidden states and the head's weight. It does not
-    reproduce the caps or scales of some models. The check encodes four tokens.
+    The loss of the adaptation computes logits in chunks, from hidden states and the head's weight.
+    Some models then cap the logits or multiply them by a number, which the loss does not do. The
+    check compares the logits of four tokens.
 
     Args:
         network: a causal language model.
@@ -436,7 +441,8 @@ def _check_head(network: Network) -> None:
 
     head = linear_head(network)
     with in_eval_mode(network), torch.no_grad():
-        token_ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
+        vocab_size = head.out_features  # of a tiny model, it may be below 4
+        token_ids = torch.arange(4, device=head.weight.device)[None] % vocab_size
         hidden = network.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         logits = network(input_ids=token_ids, use_cache=False).logits.float()
         expected = head(hidden).float()

@@ -41,11 +41,11 @@ def unfreeze_network_adapters(network: Network) -> list[str]:
     active: list[str] = network.active_adapters()
     network.set_adapter(active)
     for name in active:
-        _train_biases(network, getattr(network.peft_config[name], "bias", "none"))
+        _unfreeze_biases(network, getattr(network.peft_config[name], "bias", "none"))
     return active
 
 
-def _train_biases(network: Network, biases: str) -> None:
+def _unfreeze_biases(network: Network, biases: str) -> None:
     """Unfreeze the biases that a PEFT adapter trains.
 
     Args:
@@ -289,8 +289,8 @@ def _merge_module(network: Network, name: str) -> Module:
     return module.get_base_layer()
 
 
-def _tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers with their names; a shared tensor has several names."""
+def _named_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters and buffers with their names. A shared tensor has several names."""
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)
 
@@ -299,7 +299,7 @@ def _dtypes_without_adapters(network: Network) -> dict[str, Any]:
     """Return name -> dtype of each tensor, with the names that tensors have after a merge."""
     return {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor.dtype
-        for name, tensor in _tensors(network)
+        for name, tensor in _named_tensors(network)
     }
 
 
@@ -307,18 +307,18 @@ def _convert_to_fp32(network: Network) -> None:
     """Convert the 16-bit tensors of a network to fp32, without a change of their values."""
     import torch
 
-    for _, tensor in _tensors(network):
+    for _, tensor in _named_tensors(network):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
 
 
 def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
-    """Cast each tensor of a network to the given dtype.
+    """Cast each tensor of a network to the given dtype, unless a value would overflow in fp16.
 
-    If a value would overflow in fp16, a warning is issued and no tensor is cast.
+    In that case a warning is issued, and no tensor of the network is cast.
 
     Args:
-        network: the merged network, in fp32 or wider; changed in place.
+        network: the merged network, whose 16-bit tensors are in fp32; changed in place.
         dtypes: name of a parameter or buffer -> its new dtype.
 
     Warns:
@@ -326,7 +326,8 @@ def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
     """
     import torch
 
-    for name, tensor in _tensors(network):
+    # All tensors are checked before the first one is cast.
+    for name, tensor in _named_tensors(network):
         if dtypes[name] != torch.float16:
             continue
         overflows = tensor.half().isinf() & tensor.isfinite()
@@ -339,15 +340,15 @@ def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
                 stacklevel=4,  # the caller of merge_adapters
             )
             return
-    for name, tensor in _tensors(network):
+    for name, tensor in _named_tensors(network):
         if tensor.dtype != dtypes[name]:
             tensor.data = tensor.data.to(dtypes[name])
 
 
 def _names_of_shared_weights(network: Network, name: str) -> set[str]:
-    """Return the parameter names by which other modules use the weight of an adapted module.
+    """Return the names of parameters of other modules that are the weight of an adapted module.
 
-    For example, the LM head often shares the weight of the input embeddings.
+    For example, the weight of the LM head often is the weight of the input embeddings.
 
     Args:
         network: network with the module.
@@ -374,8 +375,8 @@ def _names_of_shared_weights(network: Network, name: str) -> set[str]:
 def _tied_embedding_names(network: Network) -> set[str]:
     """Return the parameter names of the weight that input embeddings and LM head share.
 
-    Unlike other shared weights, it can be untied, by the field ``tie_word_embeddings`` of the
-    configuration.
+    The field ``tie_word_embeddings`` of the configuration can untie the two. There is no such field
+    for other modules that share a weight.
 
     Args:
         network: a transformers model.
@@ -429,7 +430,7 @@ def _untie_head_if_changed(network: Network) -> None:
 
 
 def _probe_outputs(network: Network) -> Tensor:
-    """Return the outputs ``[1, PROBE_TOKENS, V or D]`` of a network for its first tokens.
+    """Return the outputs ``[1, PROBE_TOKENS, V or D]`` of a network for its first token ids.
 
     Args:
         network: a transformers model in fp32 or wider, with V logits or D states per token.
@@ -443,8 +444,9 @@ def _probe_outputs(network: Network) -> Tensor:
     token_ids = torch.arange(embeddings.weight.size(0), device=device)
     padding_id = getattr(getattr(embeddings, "base_layer", embeddings), "padding_idx", None)
     if padding_id is not None:
-        # The embedding of padding is 0, whose output a network may divide by its length of 0.
+        # The embedding of padding is 0. A network that divides it by its norm would return NaN.
         token_ids = token_ids[token_ids != padding_id]
+    # A vocabulary of fewer tokens is repeated.
     token_ids = token_ids[torch.arange(PROBE_TOKENS, device=device) % len(token_ids)][None]
     with in_eval_mode(network), _without_flash_attention(network), torch.no_grad():
         output: Any = network(input_ids=token_ids)

@@ -112,11 +112,12 @@ def minilm_splade(
         sample_texts: documents similar to those that will be encoded; up to 128 of them set the
             decoder bias. ``None`` uses a fixed bias for English texts, so that the model is the
             same for all collections.
-        percentile: percentile of the logits, in (0, 100). The decoder bias begins at its negative,
-            so that this share of logits begins below 0. Without sample texts, only the default.
-        first_token: whether the pooling reads first tokens only. If so, each term has its own bias,
-            from its logits at first tokens. With one bias for all terms, [CLS] would be the only
-            active term of a first token, and there would be nothing to learn from.
+        percentile: percentile of the logits, in (0, 100). The decoder bias begins at minus this
+            percentile, so that this share of logits begins below 0. Without sample texts, only the
+            default is allowed.
+        first_token: whether the pooling reads only the first token of a text. If so, each term has
+            its own bias, from its logits at first tokens. With one bias for all terms, [CLS] would
+            be the only active term of a first token, and there would be nothing to learn from.
         layers: number of lowest layers to keep; ``None`` keeps all.
         max_length: maximum number of tokens per text; saved with the model.
         seed: seed of the sample; equal seeds give equal models.
@@ -160,7 +161,7 @@ def minilm_splade(
         if sample_texts is None:
             _set_fixed_head(network)
         else:
-            texts = _sample(sample_texts, seed)
+            texts = _draw_sample(sample_texts, seed)
             hidden = _hidden_states(network, tokenizer, texts, max_length)
             _set_norm_weight(network, hidden)
             if first_token:
@@ -183,8 +184,8 @@ def minilm_splade(
     return stay_offline(encoder)
 
 
-def _sample(texts: Sequence[str], seed: int) -> Sequence[str]:
-    """Return up to ``SAMPLE_TEXTS`` of some texts; equal seeds give equal samples."""
+def _draw_sample(texts: Sequence[str], seed: int) -> Sequence[str]:
+    """Return up to ``SAMPLE_TEXTS`` of some texts. Equal seeds give equal samples."""
     if len(texts) <= SAMPLE_TEXTS:
         return texts
     generator = random.Random(seed)  # noqa: S311 - reproducible, no secret
@@ -221,8 +222,8 @@ def _check_minilm_numbers(
 def _save_on_any_rank(network: Network, folder: Path) -> None:
     """Save a transformers model in the files of ``save_pretrained``.
 
-    Of several processes of a group, ``save_pretrained`` writes files on the first one only. Here
-    each process needs files of its own.
+    If a training has several processes, ``save_pretrained`` writes files only in the process of
+    rank 0. Here each process needs files of its own.
 
     Args:
         network: the model.
@@ -266,7 +267,10 @@ def keep_lowest_layers(network: Network, layers: int) -> None:
 
 
 def layer_stacks(network: Network) -> list[Any]:
-    """Return the ``ModuleList`` objects of a transformers model that hold all its layers."""
+    """Return each ``ModuleList`` of a transformers model that has as many modules as it has layers.
+
+    Most models have one, the list of all their layers.
+    """
     n_layers = getattr(network.config, "num_hidden_layers", None)
     return [
         module
@@ -417,7 +421,7 @@ def _set_bias(network: Network, hidden: Sequence[Tensor], percentile: float) -> 
     """Set one decoder bias for all terms: minus a percentile of a sample of the logits.
 
     A term is active if its logit plus the bias is above 0. With percentile 99.9, one in a thousand
-    (token, term) pairs is active at first.
+    pairs of a token and a term is active before training.
 
     Args:
         network: a ``BertForMaskedLM``, changed in place.

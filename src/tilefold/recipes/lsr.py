@@ -162,7 +162,10 @@ class LsrRecipe(Recipe):
             )
 
     def _check_split_vocabulary(self) -> None:
-        """Raise a ``ValueError`` if the vocabulary of a model is split that is not sharded."""
+        """Raise a ``ValueError`` for ``split_vocabulary`` without ``fsdp`` or without ``fused``.
+
+        Only a model that is sharded over ranks, with a fused head, can divide the vocabulary.
+        """
         if self.split_vocabulary and not (self.fsdp and self.fused):
             raise ArgumentError(
                 ("split_vocabulary", "fsdp", "fused"),
@@ -382,10 +385,11 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
         has_term_limit=model.max_active_dims is not None,
         world=job.world,
     )
-    # Evaluations begin when alpha of entmax and the weights of the penalties no longer rise, so
-    # that they compare models with the same settings.
+    # Alpha of entmax and the weights of the penalties rise during the first steps. Evaluations
+    # begin afterwards, so that they compare models with the same settings.
     rising_share = max([recipe.anneal_alpha, *warmup_ratios.values()])
-    # Whether a saved SparseEncoder has a head to fuse is known only now.
+    # The other encoders of recipes have a head that can be fused, or need none. Whether a saved
+    # SparseEncoder has one is known only now.
     must_fuse = isinstance(recipe.document, SparseEncoderSpec)
     with fused_head(model, required=must_fuse) if recipe.fused else nullcontext():
         if job.sharded is not None:
@@ -400,7 +404,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
             loss,
             callbacks=[watcher],
             eval_delay=math.ceil(rising_share * job.result.steps),
-            **_route_settings(recipe, job),
+            **_routing_arguments(recipe, job),
         )
     model.max_seq_length = max_length
     return replace(result, warnings=result.warnings + watcher.warnings())
@@ -416,24 +420,26 @@ def _warmup_ratios(recipe: LsrRecipe) -> dict[str, float]:
     }
 
 
-def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
-    """Return the trainer's arguments for a model that encodes queries and documents differently.
+def _routing_arguments(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
+    """Return the trainer's arguments for a model with a query encoder and a document encoder.
 
     Args:
         recipe: the recipe.
         job: the training job, with the columns of its training rows.
 
     Returns:
-        The encoder of each column and, if it is set, the learning rate of the IDF weights. Empty if
-        queries and documents are encoded in the same way.
+        ``router_mapping``, column -> encoder; and ``learning_rate_mapping`` if the recipe sets a
+        learning rate for IDF weights of queries. Empty if one encoder has no routes, and so treats
+        queries and documents alike.
     """
-    if recipe.query is None and not recipe.document.has_routes:
+    has_one_route = recipe.query is None and not recipe.document.has_routes
+    if has_one_route:
         return {}
     routes = {}
     for column in job.examples.columns:
         if column == "query":
             routes[column] = "query"
-        elif column != "label":  # the label has scores, and all other columns have documents
+        elif column != "label":  # "label" contains scores; all other columns contain documents
             routes[column] = "document"
     settings: dict[str, object] = {"router_mapping": routes}
     trains_idf = isinstance(recipe.query, IdfSpec) and recipe.query.trainable
@@ -514,17 +520,19 @@ def _splade_loss_class(recipe: LsrRecipe) -> Callable[..., Module]:
         recipe: the recipe.
 
     Returns:
-        The class, or a partial call of it.
+        The class, or a ``functools.partial`` that creates an instance.
     """
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
     from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
 
     if isinstance(recipe.document, ProsperSpec):
-        # penalises weights without the literal residual; PROSPER has no mini-batches
+        # PROSPER's literal residual adds weight to the terms that occur in a text. This loss
+        # penalises the weights before the addition. PROSPER has no mini-batches.
         return BaseSpladeLoss
     if recipe.mini_batch_size is not None:
-        # computes all vectors without gradients first, and then mini-batches again (GradCache)
+        # computes the vectors of a batch without gradients, and then each mini-batch again with
+        # gradients (GradCache)
         return partial(JoinedSpladeLoss, mini_batch_size=recipe.mini_batch_size)
     return SpladeLoss  # type: ignore[no-any-return]
 
@@ -706,7 +714,9 @@ def _mined_examples(
 
 
 def _number_of_draws(recipe: LsrRecipe, n_pairs: int) -> int:
-    """Return how often negatives are drawn for each pair: once per pass, if memory allows it.
+    """Return how often negatives are drawn for each pair: once per pass over the pairs.
+
+    There are fewer draws if their documents would take too much memory.
 
     Args:
         recipe: the recipe, with the number of passes and of negatives.
@@ -739,6 +749,11 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Tr
     """Create a ``batch_sampler`` for sentence-transformers that groups documents by length.
 
     No text occurs twice in a batch, and an epoch has ``ceil(rows / batch_size)`` batches.
+
+    Args:
+        dataset: data set of the training rows.
+        batch_size: number of rows of a full batch.
+        settings: additional arguments that sentence-transformers passes.
     """
     name = "document" if "document" in dataset.column_names else "positive"
     lengths = [len(text) for text in dataset.select_columns([name])[name]]
@@ -771,14 +786,15 @@ def _batches_of_texts(
     generator: object = None,
     lengths: Sequence[int] | None = None,
 ) -> TrainingBatches:
-    """Create batches in which no text of a data set occurs twice.
+    """Create a sampler of batches, in each of which all texts are different.
 
-    sentence-transformers calls this as a ``batch_sampler``, with all arguments except `lengths`.
+    sentence-transformers passes all arguments except `lengths`, which fixes their names.
 
     Args:
         dataset: data set whose columns are texts, except for labels.
         batch_size: number of rows of a full batch.
-        drop_last: whether all batches must be full. Short batches are filled, not dropped.
+        drop_last: True fills short batches with rows that the epoch has already had, and drops no
+            batch. False leaves short batches as they are.
         seed: seed of the random order of rows, which differs between epochs.
         valid_label_columns: names of the columns that are not texts.
         generator: ignored, because the order depends only on the seed.
@@ -790,16 +806,18 @@ def _batches_of_texts(
     from tilefold.recipes._batches import TrainingBatches
     from tilefold.retrieval.data.lazy_documents import id_key
 
-    excluded = {"dataset_name", *(valid_label_columns or ())}
+    # sentence-transformers adds a column "dataset_name" if it trains with several data sets.
+    not_texts = {"dataset_name", *(valid_label_columns or ())}
     # a 64-bit hash of each text, by which equal texts are recognized
     keys_by_column = [
         np.fromiter(map(id_key, dataset[name]), np.uint64, len(dataset))
         for name in dataset.column_names
-        if name not in excluded
+        if name not in not_texts
     ]
     keys = np.column_stack(keys_by_column)  # [n_rows, n_columns]
+    # The sampler asks for the keys of a few rows at a time, because other data sets compute them.
     return TrainingBatches(
-        lambda rows: keys[rows],
+        lambda row_numbers: keys[row_numbers],
         len(dataset),
         batch_size,
         fill_batches=drop_last,
