@@ -100,9 +100,10 @@ def row_ranges(
         high = len(offsets) - 1
     start = low
     while start < high:
-        last_offset = offsets[start] + size
+        largest_end = offsets[start] + size
         # All rows before this one end within `size` entries of the first row's beginning.
-        end_of_fitting_rows = int(np.searchsorted(offsets, last_offset, side="right")) - 1
+        end_of_fitting_rows = int(np.searchsorted(offsets, largest_end, side="right")) - 1
+        # at least one row, even if it has more entries
         end = max(start + 1, min(end_of_fitting_rows, high))
         yield start, end
         start = end

@@ -113,7 +113,7 @@ class RowStream:
         self._order = self._shuffled_rows()
 
     def put_back(self, rows: list[Row]) -> None:
-        """Return rows of the last draw to the stream; they come first in the next draw."""
+        """Return rows of the last draw to the stream. They come first in the next draw."""
         self._returned = rows
 
     def take(self, size: int) -> list[Row]:
@@ -256,8 +256,12 @@ class TrainingBatches(BatchSampler):
             yield [row.number for row in rows]
 
     def pairs_of_step(self, step: int) -> int:
-        """Return the number of rows of a step whose batch was drawn; the first step is 1."""
-        epoch, batch = divmod(step - 1, len(self))
+        """Return the number of rows in the batch of a step, which must have been drawn.
+
+        Args:
+            step: number of the step, from 1.
+        """
+        epoch, batch = divmod(step - 1, len(self))  # an epoch has len(self) batches
         return self._sizes[epoch][batch]
 
     def _random_batches(self, stream: RowStream) -> Iterator[list[Row]]:

@@ -63,11 +63,11 @@ def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evalu
     digest = texts_digest(queries) + texts_digest(documents) + texts_digest(judgements)
     evaluator_class = _evaluator_class(multi_vector=recipe.late)
     # In data sets such as ArguAna and Quora, queries are documents too. As in BEIR, such a query
-    # must not retrieve itself.
+    # must not retrieve itself, which is called its own hit here.
     document_of = collection.whole_document_of
     n_own_hits = _count_own_hits(queries, documents, document_of)
     if n_own_hits and not _is_relevant_to_itself(relevant, document_of):
-        evaluator_class = _ignoring_own_hits(
+        evaluator_class = _class_ignoring_own_hits(
             evaluator_class,
             document_of,
             max_own_hits=max(n_own_hits.values()),
@@ -275,7 +275,7 @@ def _is_relevant_to_itself(
     )
 
 
-def _ignoring_own_hits(
+def _class_ignoring_own_hits(
     evaluator_class: Any,
     document_of: Callable[[str], str],
     max_own_hits: int,

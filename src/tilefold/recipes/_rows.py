@@ -65,7 +65,11 @@ class PagesInMemory(list[Content]):
             return list(executor.map(_read_content, [self[position] for position in positions]))
 
     def sizes(self, positions: Positions) -> Positions:
-        """Return the numbers of characters of the texts; that of a page is a constant."""
+        """Return the number of characters of each text. A page counts as a constant number.
+
+        Args:
+            positions: positions of the texts and pages.
+        """
         sizes = []
         for position in positions:
             content = self[position]
@@ -281,8 +285,7 @@ class PairsWithNegatives:
 
         Args:
             pairs: all P pairs of a query and a relevant document.
-            rows: mined rows, one for each query and document. The rows of one query are called a
-                group below.
+            rows: mined rows, one for each query and document.
             positions: position ``[D]`` in the collection of each document of `rows`.
             scored: whether a pair needs a teacher's score of its relevant document.
 
@@ -290,14 +293,14 @@ class PairsWithNegatives:
             DataError: if most documents that the rows mark as relevant are not relevant in the
                 collection.
         """
-        group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
-        # number of the group of each pair's query, or -1 if the query was not mined
-        groups = np.array([group_of_query.get(name, -1) for name in pairs.query_ids], np.int64)
-        positive_rows = _find_positive_rows(rows, groups, positions, pairs.documents)
-        _check_relevant(rows, groups, positive_rows)
+        number_of_query = {query_id: number for number, query_id in enumerate(rows.queries)}
+        # number of each pair's query in `rows`, or -1 if the query was not mined
+        queries = np.array([number_of_query.get(name, -1) for name in pairs.query_ids], np.int64)
+        positive_rows = _find_positive_rows(rows, queries, positions, pairs.documents)
+        _check_relevant(rows, queries, positive_rows)
         negatives = _find_negatives(rows, positive_rows)
-        # Group -1 reads the last element, which is the appended 0: it has no negatives.
-        n_negatives = np.append(negatives.counts, 0)[groups]
+        # The index -1 reads the last element, the appended 0: no negatives without mining.
+        n_negatives = np.append(negatives.counts, 0)[queries]
         is_usable = n_negatives > 0
         if scored:
             is_usable &= positive_rows >= 0
@@ -313,7 +316,7 @@ class PairsWithNegatives:
         self._positive_rows = positive_rows[usable_pairs]
         self._negative_rows = negatives.rows
         # index in `_negative_rows` of the first negative of each pair's query
-        self._first_negative = negatives.first[groups[usable_pairs]]
+        self._first_negative = negatives.first[queries[usable_pairs]]
         self._n_negatives = n_negatives[usable_pairs]
 
     def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
@@ -341,8 +344,8 @@ class PairsWithNegatives:
             "positive": self.pairs.documents[pairs],
         }
         for number in range(n_negatives):
-            documents_of_file = self._document_of_row[negative_rows[:, number]]
-            columns[f"negative_{number + 1}"] = self._positions[documents_of_file]
+            mined_documents = self._document_of_row[negative_rows[:, number]]
+            columns[f"negative_{number + 1}"] = self._positions[mined_documents]
         if self._scores is not None:
             rows = np.column_stack([self._positive_rows[pairs], negative_rows])
             columns["label"] = self._scores[rows]
@@ -378,22 +381,24 @@ def _find_negatives(rows: TrainingRows, positive_rows: Positions) -> _Negatives:
     return _Negatives(np.flatnonzero(is_negative), n_before[:-1], np.diff(n_before))
 
 
-def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positions) -> None:
+def _check_relevant(rows: TrainingRows, queries: Positions, positive_rows: Positions) -> None:
     """Raise an error if most documents that mined rows mark as relevant are not relevant.
 
-    Such rows are often a run, in which every retrieved document is marked as relevant.
+    Such rows are often the results of a search, each of which is marked as relevant.
 
     Args:
         rows: R mined rows. ``rows.relevant`` ``[R]`` marks rows with a relevant document.
-        groups: number ``[P]`` of each training pair's query in ``rows.queries``, or -1.
-        positive_rows: row ``[P]`` with the relevant document of each training pair, or -1.
+        queries: number ``[P]`` of each training pair's query in ``rows.queries``; -1 if the query
+            has no rows.
+        positive_rows: row ``[P]`` with the relevant document of each training pair; -1 if there is
+            none.
 
     Raises:
         DataError: if fewer than half of the documents that the rows of training queries mark as
             relevant are relevant in the split ``"train"``.
     """
     is_training_query = np.zeros(len(rows.queries), bool)
-    is_training_query[groups[groups >= 0]] = True
+    is_training_query[queries[queries >= 0]] = True
     has_training_query = np.repeat(is_training_query, np.diff(rows.offsets))  # [R]
     n_marked = int((rows.relevant & has_training_query).sum())
     n_confirmed = int(rows.relevant[positive_rows[positive_rows >= 0]].sum())
@@ -407,7 +412,7 @@ def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positi
 
 def _find_positive_rows(
     rows: TrainingRows,
-    groups: Positions,
+    queries: Positions,
     positions: Positions,
     relevant: Positions,
 ) -> Positions:
@@ -418,17 +423,17 @@ def _find_positive_rows(
 
     Args:
         rows: R mined rows. The rows of query ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
-        groups: number ``[P]`` of each pair's query in ``rows.queries``, or -1 if it has no rows.
+        queries: number ``[P]`` of each pair's query in ``rows.queries``, or -1 if it has no rows.
         positions: position ``[D]`` in the collection of each document of `rows`.
         relevant: position ``[P]`` in the collection of each pair's relevant document.
 
     Returns:
         Row ``[P]`` of each pair's relevant document, -1 if there is none.
     """
-    positive_rows = np.full(len(groups), -1, np.int64)
-    pairs = np.flatnonzero(groups >= 0)  # numbers of the pairs that are searched
-    candidates = rows.offsets[groups[pairs]]  # row that is compared next, for each of them
-    ends = rows.offsets[groups[pairs] + 1]
+    positive_rows = np.full(len(queries), -1, np.int64)
+    pairs = np.flatnonzero(queries >= 0)  # numbers of the pairs that are searched
+    candidates = rows.offsets[queries[pairs]]  # row that is compared next, for each of them
+    ends = rows.offsets[queries[pairs] + 1]
     while pairs.size:
         # Drop the pairs whose rows have all been compared.
         has_candidate = candidates < ends
@@ -626,14 +631,14 @@ class Reader:
 def _max_tokens(model: Model) -> int:
     """Return the maximum number of tokens of a text that a model reads."""
     first_module = next(iter(model or ()), None)
-    max_tokens = getattr(first_module, "document_length", None)  # only a ColBERT has it
+    max_tokens = getattr(first_module, "document_length", None)  # an attribute of ColBERTs
     if not max_tokens:
         max_tokens = getattr(model, "max_seq_length", None) or MAX_TOKENS
     return int(min(max_tokens, MAX_TOKENS))
 
 
 class BalancedBatches:
-    """Batches of a sampler, reordered so that all ranks read about as much text.
+    """Batches of a sampler, reordered so that every rank reads about the same amount of text.
 
     Each rank reads a consecutive part of a batch. Rows are dealt from long to short, and the order
     of the ranks alternates between turns.

@@ -146,7 +146,7 @@ class TrainingRun:
                 f"{self.output_dir} exists and holds no model that tilefold trained; choose "
                 "another folder.",
             )
-        difference = self._difference(record)
+        difference = self._describe_difference(record)
         if resume and not difference:
             self._remove_leftover_checkpoints()
             result = record.get("result")
@@ -166,7 +166,7 @@ class TrainingRun:
     def _remove_leftover_checkpoints(self) -> None:
         """Remove the checkpoints of a run that was interrupted after it had saved its model."""
         record = read_json(self.work_dir / RECORD_FILE)
-        if record is not None and not self._difference(record):
+        if record is not None and not self._describe_difference(record):
             shutil.rmtree(self.work_dir)
 
     def lock_and_resume(self, *, resume: bool, fill_batches: bool) -> ResumePoint:
@@ -192,7 +192,7 @@ class TrainingRun:
         checkpoints = complete_checkpoints(self.work_dir) if resume else {}
         resume_point = ResumePoint(fill_batches=fill_batches)
         if checkpoints and record is not None:
-            difference = self._difference(record)
+            difference = self._describe_difference(record)
             if difference:
                 raise ValueError(
                     f"{self.work_dir} holds an interrupted run with other settings ({difference}); "
@@ -256,7 +256,7 @@ class TrainingRun:
         finally:
             unlock_folder(self._lock)
 
-    def _difference(self, record: Record) -> str:
+    def _describe_difference(self, record: Record) -> str:
         """Describe how the settings of a stored run differ from the settings of this run.
 
         Fields of the recipe that do not change the model are not compared.

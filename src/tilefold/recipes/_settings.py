@@ -56,11 +56,11 @@ def integer(minimum: int = 1) -> Validator:
     )
 
 
-def finite_number(accept: Callable[[float], bool], expected: str) -> Validator:
+def finite_number(is_in_range: Callable[[float], bool], expected: str) -> Validator:
     """Create a validator of finite numbers in a range.
 
     Args:
-        accept: returns whether a finite number is in the range.
+        is_in_range: function that defines the range, such as ``lambda value: value > 0``.
         expected: description of the range for the error message, such as ``"greater than 0"``.
     """
 
@@ -68,7 +68,7 @@ def finite_number(accept: Callable[[float], bool], expected: str) -> Validator:
         """Return whether a value is a finite number in the range; booleans are not numbers."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return math.isfinite(value) and accept(value)
+        return math.isfinite(value) and is_in_range(value)
 
     return validator(is_valid, f"a number {expected}")
 

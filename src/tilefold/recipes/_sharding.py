@@ -42,7 +42,8 @@ class ShardedModel:
         """
         self.plain = plain
         self._world = world
-        # Both models have the same parameters until `shard`. They keep one model card.
+        # Both models have the same parameters until `shard`. They keep one model card. deepcopy()
+        # does not copy the objects of this dictionary.
         shared = {id(parameter): parameter for parameter in plain.parameters()}
         shared[id(plain.model_card_data)] = plain.model_card_data
         self.model: Model = copy.deepcopy(plain, shared)
@@ -50,14 +51,14 @@ class ShardedModel:
     def shard(self, *, bf16: bool, split_vocabulary: bool = False) -> None:
         """Divide the parameters of the copy, and move those of the plain model to the CPU.
 
-        Each layer gathers its weights while it runs. The rest, embeddings and head, stays gathered
-        from the forward to the backward pass, unless the vocabulary is split.
+        Each layer gathers its weights from all ranks while it runs. Embeddings and head stay
+        gathered from the forward to the backward pass, unless the vocabulary is split.
 
         Args:
             bf16: whether layers compute with weights in bf16. Shards, their gradients and sums of
                 gradients are fp32.
-            split_vocabulary: whether a rank computes the scores of its part of the vocabulary, see
-                :class:`tilefold.distributed.vocabulary.SharedVocabulary`.
+            split_vocabulary: whether a rank computes only the scores of its part of the vocabulary
+                (:class:`tilefold.distributed.vocabulary.SharedVocabulary`).
 
         Raises:
             ValueError: if the vocabulary cannot be split.
@@ -101,13 +102,14 @@ class ShardedModel:
             # model, whose complete weights are moved to the CPU.
             for parameter in parameters:
                 parameter.data = cpu_weights[id(parameter)]
-        for parameter in self.plain.parameters():  # those of a split vocabulary are left
+        # The parameters of a split vocabulary were not moved in the loop above.
+        for parameter in self.plain.parameters():
             parameter.data = cpu_weights[id(parameter)]
 
     def gather(self) -> None:
         """Copy the trained weights of all shards into the plain model of rank 0.
 
-        All ranks must call this method.
+        The plain model has complete weights. All ranks must call this method.
         """
         import torch
 
@@ -117,23 +119,29 @@ class ShardedModel:
             for name, parameter in self.model.named_parameters():
                 if not parameter.requires_grad:
                     continue  # a frozen weight, which the plain model has
-                weight = _gathered(parameter.detach())
+                weight = _gather_tensor(parameter.detach())
                 if self._world.rank == 0:
                     plain_parameters[name].copy_(weight)
 
     def scatter(self) -> None:
-        """Copy the weights of the plain model, which every rank has loaded, into its shards."""
+        """Copy the weights of the plain model into the shards of its copy.
+
+        Every rank has loaded the plain model, with complete weights, from a checkpoint.
+        """
         import torch
 
         plain_parameters = dict(self.plain.named_parameters())
         self._reshard()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                shard = _sharded_like(plain_parameters[name].detach(), parameter)
+                shard = _divide_like(plain_parameters[name].detach(), parameter)
                 parameter.to_local().copy_(shard.to_local())
 
     def attach(self, trainer: Trainer) -> None:
-        """Let a trainer of the copy evaluate it, save and load complete checkpoints, without DDP.
+        """Prepare a trainer for the sharded copy of the model.
+
+        The trainer evaluates the copy on all ranks, saves and loads checkpoints with complete
+        weights, and does not wrap the copy in DDP.
 
         Args:
             trainer: the trainer, whose methods are replaced.
@@ -154,7 +162,10 @@ class ShardedModel:
                 module.reshard()
 
     def _train_unwrapped(self, trainer: Any) -> None:
-        """Let the trainer prepare autocast only, because FSDP averages the gradients."""
+        """Keep a trainer from wrapping the model in DDP, because FSDP averages the gradients.
+
+        The trainer then only prepares autocast.
+        """
         prepare_model = trainer.accelerator.prepare_model
 
         def prepare_sharded_model(
@@ -176,8 +187,8 @@ class ShardedModel:
         evaluation_loop = trainer.evaluation_loop
 
         def evaluate_on_all_ranks(*arguments: Any, **options: Any) -> Any:
-            """Evaluate as a trainer does that has sharded the model itself."""
-            trainer.is_fsdp_enabled = True
+            """Evaluate as if the trainer had sharded the model itself."""
+            trainer.is_fsdp_enabled = True  # every rank then encodes all texts
             try:
                 return evaluation_loop(*arguments, **options)
             finally:
@@ -224,12 +235,12 @@ class ShardedModel:
 
         def save_complete_optimizer(output_dir: str) -> None:
             """Gather the state of the optimiser, and save it."""
-            state = self._complete_state(trainer.optimizer)
+            state = self._gather_state(trainer.optimizer)
             trainer.optimizer.state_dict = lambda: state
             try:
                 save_optimizer_and_scheduler(output_dir)
             finally:
-                del trainer.optimizer.state_dict  # the method of the class is back
+                del trainer.optimizer.state_dict  # uncovers the method of the class
 
         trainer._save_optimizer_and_scheduler = save_complete_optimizer
 
@@ -244,34 +255,34 @@ class ShardedModel:
 
             def load_sharded_state(state: dict[str, Any]) -> None:
                 """Load this rank's shards of a complete state."""
-                load_state_dict(_sharded_state(state, optimizer))
+                load_state_dict(_divide_state(state, optimizer))
 
             optimizer.load_state_dict = load_sharded_state
             try:
                 load_optimizer_and_scheduler(checkpoint)
             finally:
-                del optimizer.load_state_dict  # the method of the class is back
+                del optimizer.load_state_dict  # uncovers the method of the class
 
         trainer._load_optimizer_and_scheduler = load_complete_optimizer
 
-    def _complete_state(self, optimizer: Any) -> dict[str, Any]:
+    def _gather_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimiser as one process would have it.
 
         Args:
             optimizer: the optimiser of the shards. All ranks must call this method.
 
         Returns:
-            The ``state_dict`` with complete tensors on the CPU; without tensors on other ranks than
-            rank 0, which save nothing.
+            The ``state_dict``. On rank 0, it has complete tensors on the CPU. The other ranks save
+            nothing, and get no tensors.
         """
         state_dict: dict[str, Any] = optimizer.state_dict()
         complete: dict[int, dict[str, Any]] = {}
         for index, entries in state_dict["state"].items():
             complete[index] = {}
             for name, value in entries.items():
-                gathered = _gathered(value)
+                gathered = _gather_tensor(value)
                 if self._world.rank == 0:
-                    complete[index][name] = _on_cpu(gathered)
+                    complete[index][name] = _copy_to_cpu(gathered)
         return {**state_dict, "state": complete}
 
 
@@ -286,26 +297,28 @@ def _layers_of(model: Model) -> list[Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _gathered(value: Any) -> Any:
+def _gather_tensor(value: Any) -> Any:
     """Return the complete tensor of a DTensor, and any other value unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _on_cpu(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     """Return a copy of a tensor on the CPU, and any other value unchanged."""
     import torch
 
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _sharded_like(complete: Tensor, parameter: Any) -> Any:
-    """Divide a tensor that every rank has like a parameter; no rank sends anything.
+def _divide_like(complete: Tensor, parameter: Any) -> Any:
+    """Divide a tensor among the ranks in the way in which a parameter is divided.
+
+    Every rank has the complete tensor, so that no rank sends anything.
 
     Args:
         complete: a tensor of the shape of the complete parameter.
-        parameter: a DTensor.
+        parameter: the parameter, a DTensor.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -313,12 +326,12 @@ def _sharded_like(complete: Tensor, parameter: Any) -> Any:
         complete.to(parameter.device, parameter.dtype),
         parameter.device_mesh,
         parameter.placements,
-        src_data_rank=None,
+        src_data_rank=None,  # each rank takes its shard from its own tensor
     )
 
 
-def _sharded_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Divide the complete state of an optimiser like its parameters.
+def _divide_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Divide the complete state of an optimiser among the ranks, like the parameters.
 
     Args:
         state_dict: the state as one process saves it, which every rank has loaded.
@@ -333,7 +346,7 @@ def _sharded_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]
         for name, value in entries.items():
             is_per_weight = isinstance(value, torch.Tensor) and name != _STEP
             if is_per_weight:
-                sharded[index][name] = _sharded_like(value, parameters[index])
+                sharded[index][name] = _divide_like(value, parameters[index])
             else:
                 sharded[index][name] = value
     return {**state_dict, "state": sharded}

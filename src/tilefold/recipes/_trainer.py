@@ -142,14 +142,16 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
 
 @contextmanager
 def sharded_job(job: TrainingJob) -> Iterator[TrainingJob]:
-    """Return a job that trains a sharded copy of its model, if the recipe asks for it.
+    """Let a job train a copy of its model whose weights are divided among the ranks.
 
-    The copy has no shards until :meth:`ShardedModel.shard`, so that it can be accelerated before.
-    At the end, the job's own model has the trained weights, on the CPU of rank 0. One process has
-    nothing to divide, and trains the model itself.
+    The copy is divided later, by :meth:`ShardedModel.shard`, so that it can be accelerated before.
+    At the end of the context, the job's own model has the trained weights, on the CPU of rank 0.
 
     Args:
-        job: the training job. The field ``fsdp`` of its recipe asks for shards.
+        job: the training job. The field ``fsdp`` of its recipe asks for the copy.
+
+    Yields:
+        A job with the copy; without ``fsdp``, or with one rank, the job itself.
     """
     if not job.recipe.fsdp or job.world.size == 1:
         yield job
@@ -188,7 +190,7 @@ def run_trainer(
     warn_unused_gpus()
     _prepare_logging(job)
     reader = Reader(job.examples.columns, job.model, job.examples.digest())
-    batches = _training_batches(job, reader)
+    batches = _create_batches(job, reader)
     watcher = Watcher(job, batches)
     metric = _metric_name(job)
     trainer = _create_trainer(
@@ -196,9 +198,9 @@ def run_trainer(
         trainer_class,
         arguments_class,
         loss,
-        [*callbacks, *_recipe_callbacks(job), watcher],
+        [*callbacks, *_create_recipe_callbacks(job), watcher],
         reader,
-        {**_settings(job), **settings, "metric_for_best_model": metric},
+        {**_common_arguments(job), **settings, "metric_for_best_model": metric},
     )
     trainer.get_batch_sampler = lambda *_, **__: batches
     graphs = _accelerate(trainer, job)
@@ -217,14 +219,14 @@ def run_trainer(
     stopped_early = _train_or_restore(trainer, watcher, job, graphs)
     _check_all_steps(trainer.state.global_step, job.result.steps, stopped_early=stopped_early)
     _record_history(trainer, job, metric)
-    return _with_outcome(trainer, job, watcher)
+    return _complete_result(trainer, job, watcher)
 
 
 def _save_nothing(*arguments: object, **options: object) -> None:
-    """Replace ``_save`` of a trainer on all ranks but rank 0, which alone writes checkpoints.
+    """Write nothing, in place of a trainer's method ``_save`` on all ranks but rank 0.
 
-    Trainers of transformers call it on every rank, and models of sentence-transformers write files
-    on every rank. The other ranks of a sharded model do not have its trained weights.
+    Trainers of transformers call ``_save`` on every rank, and models of sentence-transformers write
+    files on every rank. Of a sharded model, only rank 0 has the trained weights.
     """
 
 
@@ -252,7 +254,7 @@ def _train_or_restore(trainer: Trainer, watcher: Watcher, job: TrainingJob, grap
     checkpoint = job.run.resume_point.checkpoint
     record = (read_json(checkpoint / COMPLETE_FILE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
-    if checkpoint and record.get("ended"):  # the trainer itself would continue to train
+    if checkpoint and record.get("ended"):  # a trainer that resumes there would train further steps
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load_best(trainer, job.run)
         return job.recipe.patience is not None
@@ -279,7 +281,7 @@ def _prepare_logging(job: TrainingJob) -> None:
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{job.run.output_dir}.logs")
 
 
-def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
+def _create_recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
     """Create the callbacks that a recipe enables: rising alpha of entmax, and early stopping.
 
     Args:
@@ -352,11 +354,13 @@ def _create_trainer(
 
 
 def _accelerate(trainer: Trainer, job: TrainingJob) -> Any:
-    """Accelerate a trainer, or only its collator if the recipe trains the stock model.
+    """Accelerate a trainer, or only its collator if the model runs without fused operators.
+
+    The collator then tokenises batches in a thread, ahead of the training step.
 
     Args:
         trainer: the trainer, changed in place.
-        job: the training job. Its recipe enables the fused model, and CUDA graphs.
+        job: the training job. Its recipe enables the fused operators, and CUDA graphs.
 
     Returns:
         The CUDA graphs of the encoder, which run its forward and backward pass; ``None`` without
@@ -376,7 +380,10 @@ def _accelerate(trainer: Trainer, job: TrainingJob) -> Any:
 
 
 def _graphs_of(model: Any) -> Any:
-    """Return the CUDA graphs for all columns of a batch of a model's encoder, or ``None``."""
+    """Return the CUDA graphs that run the encoder of a model in training; ``None`` without graphs.
+
+    A graph encodes the texts of all columns of a batch.
+    """
     return getattr(model[0].forward, "graphs", None)
 
 
@@ -423,7 +430,7 @@ def _set_evaluation_of_card(job: TrainingJob, log_row: Mapping[str, float]) -> N
     }
 
 
-def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
+def _complete_result(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
     """Return the job's result with the steps, pairs, losses and warnings of its training.
 
     All ranks must call this, because truncated texts are counted over all ranks.
@@ -513,7 +520,7 @@ def _load_best(trainer: Trainer, run: TrainingRun) -> None:
     trainer._load_from_checkpoint(str(run.work_dir / f"checkpoint-{step}"))
 
 
-def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
+def _create_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
     """Create the batch sampler of a job, which yields the same row numbers on all ranks.
 
     Args:
@@ -539,9 +546,10 @@ def _create_loader(
     reader: Reader,
     world: World,
 ) -> Any:
-    """Create the data loader of a trainer, which gives all ranks about as much text.
+    """Create the data loader of a trainer, which gives every rank about the same amount of text.
 
-    A collator of this package then reads the rows of a batch itself.
+    A collator of this package reads the rows of a batch in its own thread. Any other collator gets
+    them from the data set.
 
     Args:
         create_loader: the trainer's own ``get_train_dataloader``.
@@ -556,16 +564,16 @@ def _create_loader(
 
 
 def _prepare_sampler(batch_sampler: Any, reader: Reader, world: World) -> None:
-    """Let a data loader's sampler follow the epoch, and give all ranks about as much text.
+    """Let a data loader's sampler follow the epoch, and balance the amounts of text of the ranks.
 
     Args:
         batch_sampler: the sampler, changed in place. With several ranks, it is accelerate's
-            sampler, which wraps the trainer's as its ``batch_sampler``.
+            sampler, whose ``batch_sampler`` is the trainer's sampler.
         reader: estimates the sizes of rows.
         world: all ranks.
     """
     trainer_sampler: Any = getattr(batch_sampler, "batch_sampler", batch_sampler)
-    # accelerate calls set_epoch() of the outer sampler only, and its own one has no such method.
+    # accelerate calls set_epoch() of the outer sampler. Its own sampler has no such method.
     if hasattr(trainer_sampler, "set_epoch") and not hasattr(batch_sampler, "set_epoch"):
         batch_sampler.set_epoch = trainer_sampler.set_epoch
     if world.size > 1:
@@ -585,7 +593,7 @@ def _read_in_collator(loader: Any, reader: Reader) -> None:
     loader.collate_fn.read = reader.rows
 
 
-def _settings(job: TrainingJob) -> dict[str, object]:
+def _common_arguments(job: TrainingJob) -> dict[str, object]:
     """Return the trainer's arguments that every recipe sets.
 
     Args:

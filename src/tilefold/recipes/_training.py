@@ -359,10 +359,10 @@ def _train_as_rank(
     call: Call,
     progress: Progress | None,
 ) -> TrainResult:
-    """Train a recipe while a group of all ranks exchanges messages.
+    """Train a recipe on one of several ranks, with a process group by which they communicate.
 
-    The group is a variable of this function only, so that :func:`join_ranks` can end its threads
-    afterwards.
+    No variable outside of this function refers to the group, so that :func:`join_ranks` can end
+    the group's threads afterwards.
 
     Args:
         recipe: the recipe.
@@ -502,7 +502,7 @@ def _prepare_model(
     *,
     bf16: bool,
 ) -> tuple[Model, list[str]]:
-    """Build the untrained model of a recipe, unfreeze its adapters, and train weights in fp32.
+    """Build the untrained model of a recipe, unfreeze its adapters, and convert it to fp32.
 
     Args:
         recipe: the recipe.
@@ -536,8 +536,8 @@ def _prepare_model(
 def use_fp32_weights(model: Model, *, frozen: bool) -> None:
     """Convert weights in 16 bits to fp32, in place.
 
-    A step of the optimiser is often smaller than the distance of two numbers in 16 bits, in which
-    case the weight would never change. With autocast, layers compute in bf16 all the same.
+    A step of the optimiser is often smaller than the distance of two numbers in 16 bits, so that
+    the weight would never change. Layers still compute in bf16, with autocast.
 
     Args:
         model: the model. Checkpoints of language models are usually in bf16.

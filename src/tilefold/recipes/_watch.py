@@ -160,9 +160,9 @@ class Watcher(TrainerCallback):
         self._clock = _SaveClock(job.recipe, job.call.hours)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
-        """Log as often as this call's recipe says, not as often as the call that was interrupted.
+        """Use the number of steps between logs of this call's recipe.
 
-        A checkpoint has restored the state of the interrupted call.
+        The state may be restored from a checkpoint, with the number of an interrupted call.
         """
         state.logging_steps = args.logging_steps
 
@@ -266,7 +266,7 @@ class Watcher(TrainerCallback):
     ) -> None:
         """Mark the checkpoint that the trainer has written as complete, and remove older ones.
 
-        A run resumes from complete checkpoints only. The best one is not removed.
+        A run resumes only from complete checkpoints. The checkpoint with the best evaluation stays.
 
         Args:
             args: not used.
@@ -302,9 +302,9 @@ class Watcher(TrainerCallback):
         """Stop at the next step if Ctrl-C or SIGTERM interrupts the program in this context.
 
         Both signals usually raise a ``KeyboardInterrupt`` at once, from Python's default handler of
-        SIGINT or the program's handler of SIGTERM. Python drops an exception that is raised in a
-        destructor or in a callback from C. The flag ``interrupted`` is set in addition, and
-        survives that. Without a handler of the program, SIGTERM keeps its default action.
+        SIGINT or the program's handler of SIGTERM. But Python drops an exception that is raised in
+        a destructor or in a callback from C. The flag ``interrupted`` is therefore set as well.
+        Without a handler of the program, SIGTERM keeps its default action.
         """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread can set handlers

@@ -184,7 +184,8 @@ class ColbertRecipe(Recipe):
                 MultiVectorEncoderTrainingArguments,
                 loss,
             )
-        transformer.document_length = saved_length  # an error above ends the run
+        # Not restored after an error, because the error ends the run.
+        transformer.document_length = saved_length
         return result
 
     def _make_loss(self, job: TrainingJob) -> Module:
@@ -199,12 +200,12 @@ class ColbertRecipe(Recipe):
         """
         from sentence_transformers.multi_vector_encoder import losses
         from sentence_transformers.multi_vector_encoder.scoring import (
-            colbert_scores as stock_scores,
+            colbert_scores as unfused_scores,
         )
 
         from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
-        score_function = colbert_scores if self.fused else stock_scores
+        score_function = colbert_scores if self.fused else unfused_scores
         if job.world.size > 1:
             score_function = functools.partial(
                 scores_of_all_ranks,
@@ -341,7 +342,7 @@ def _as_colbert(
         modules = [module for module in modules if not isinstance(module, Dense)]
         if recipe.dimension is not None:
             width = transformer.get_embedding_dimension()
-            modules.append(_new_projection(width, recipe.dimension))
+            modules.append(_create_projection(width, recipe.dimension))
     skipped_words = _punctuation_tokens(model.tokenizer) if recipe.skip_punctuation else None
     modules.append(MultiVectorMask(skiplist_words=skipped_words, skiplist_tasks="document"))
     modules.append(Normalize(module_input_name="token_embeddings"))
@@ -360,7 +361,7 @@ def _as_colbert(
     )
 
 
-def _new_projection(width: int, dimension: int) -> Module:
+def _create_projection(width: int, dimension: int) -> Module:
     """Create the linear layer from token states to token vectors, with an orthogonal weight.
 
     Untrained scores are then close to the similarities of the backbone's token states.

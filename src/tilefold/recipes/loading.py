@@ -205,7 +205,7 @@ def local_only(local: bool = True, **options: Mapping[str, object]) -> dict[str,
 
     Args:
         local: whether only local files are read.
-        options: additional options for an argument, such as ``config_kwargs={...}``.
+        options: argument -> further options, such as ``config_kwargs={...}``.
     """
     names = ("model_kwargs", "processor_kwargs", "config_kwargs")
     return {name: {"local_files_only": local, **options.get(name, {})} for name in names}
@@ -237,12 +237,12 @@ def complete_weights(name_or_path: str) -> Iterator[None]:
     # Without the lock, threads would restore each other's method and overlook missing weights.
     with _patch_lock:
         # the classmethod object itself, which attribute access would bind to the class
-        stock_method = PreTrainedModel.__dict__["from_pretrained"]
-        PreTrainedModel.from_pretrained = _recording_method(stock_method, missing_names)
+        original_method = PreTrainedModel.__dict__["from_pretrained"]
+        PreTrainedModel.from_pretrained = _recording_method(original_method, missing_names)
         try:
             yield
         finally:
-            PreTrainedModel.from_pretrained = stock_method
+            PreTrainedModel.from_pretrained = original_method
     if missing_names:
         raise ValueError(
             f"{name_or_path}: {len(missing_names)} weights are not in its files and would be "
@@ -251,14 +251,14 @@ def complete_weights(name_or_path: str) -> Iterator[None]:
         )
 
 
-def _recording_method(stock_method: Any, missing_names: list[str]) -> Any:
+def _recording_method(original_method: Any, missing_names: list[str]) -> Any:
     """Return a replacement of ``from_pretrained`` that records the names of missing weights.
 
     Args:
-        stock_method: the classmethod object of transformers.
+        original_method: the classmethod object of transformers.
         missing_names: list to which the names are added.
     """
-    load = stock_method.__func__
+    load = original_method.__func__
 
     def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
         """Load a model as transformers does, and record the names of missing weights."""

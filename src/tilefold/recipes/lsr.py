@@ -815,7 +815,7 @@ def _batches_of_texts(
         if name not in not_texts
     ]
     keys = np.column_stack(keys_by_column)  # [n_rows, n_columns]
-    # The sampler asks for the keys of a few rows at a time, because other data sets compute them.
+    # The sampler reads the keys of a few rows at a time: those of other data sets may be in a file.
     return TrainingBatches(
         lambda row_numbers: keys[row_numbers],
         len(dataset),

@@ -108,7 +108,7 @@ def export_onnx(
             "model",
             "must not be accelerated. Call restore(model) first.",
         )
-    # A copy of the modules only, without changes of the model itself, such as autocast.
+    # The model object itself is not copied, because it may have been changed, as by autocast.
     plain_model = _with_modules(model, copy.deepcopy(list(model.children()))).float()
     vocab_size = _encode_both_sides(plain_model, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
@@ -470,7 +470,7 @@ def _compare(
     quantize: str | None,
     top_k: int | None,
 ) -> dict[str, float]:
-    """Compare the vectors of a model and of its graphs for random texts.
+    """Compare the vectors of a model and of its ONNX graphs for random texts.
 
     Args:
         plain_model: the model, which is converted to fp64 in place.
@@ -503,8 +503,8 @@ def _compare(
     vectors = _encode_both_sides(exported, texts)
     if top_k is not None:
         last_weight = exact_vectors.topk(top_k, dim=1).values[:, -1:]
-        fp32_vectors = _compared_entries(fp32_vectors, vectors, last_weight)
-        exact_vectors = _compared_entries(exact_vectors, vectors, last_weight)
+        fp32_vectors = _keep_compared_entries(fp32_vectors, vectors, last_weight)
+        exact_vectors = _keep_compared_entries(exact_vectors, vectors, last_weight)
     if quantize is not None:
         return {"least_cosine": _check_cosine(vectors, exact_vectors)}
     return {"budget_used": _check_difference(vectors, exact_vectors, fp32_vectors)}
@@ -517,15 +517,16 @@ def _random_texts(tokenizer: Any) -> list[str]:
     return [tokenizer.decode(generator.choices(token_ids, k=length)) for length in TEXT_LENGTHS]
 
 
-def _compared_entries(expected: Tensor, returned: Tensor, last_weight: Tensor) -> Tensor:
-    """Set the entries to 0 that a graph with `top_k` did not return, and did not have to return.
+def _keep_compared_entries(expected: Tensor, returned: Tensor, last_weight: Tensor) -> Tensor:
+    """Set the entries of vectors to 0 that a graph with `top_k` rightly left out.
 
-    Among entries with the weight of the last one, the graph may choose.
+    A graph must return all entries that are heavier than the ``top_k``-th one. It may choose among
+    several entries with the weight of the ``top_k``-th one.
 
     Args:
         expected: vectors ``[n, V]`` of the model.
         returned: vectors ``[n, V]`` of the graph.
-        last_weight: ``[n, 1]``, weight of the last entry that the graph returns.
+        last_weight: ``[n, 1]``, weight of the ``top_k``-th entry of the model's vectors.
     """
     is_compared = (returned > 0) | (expected > last_weight)
     return torch.where(is_compared, expected, 0)

@@ -114,7 +114,7 @@ def test_interrupted_scoring_goes_on_after_the_shards_that_are_stored(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(teachers, "SHARD", 20)
+    monkeypatch.setattr(teachers, "PAIRS_PER_SHARD", 20)
     teacher = Teacher("small", "cross-encoder", cross_encoder)
     with pytest.raises(KeyboardInterrupt):
         score_rows(teacher, rows, COLLECTION, tmp_path, progress=stop_at(40))
@@ -147,7 +147,7 @@ def test_stored_scores_are_read_and_damaged_ones_computed_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(teachers, "SHARD", 20)
+    monkeypatch.setattr(teachers, "PAIRS_PER_SHARD", 20)
     teacher = Teacher("small", "cross-encoder", cross_encoder)
     scores = score_rows(teacher, rows, COLLECTION, tmp_path)
     np.testing.assert_array_equal(score_rows(teacher, rows, COLLECTION, tmp_path), scores)

@@ -197,7 +197,7 @@ def load_collection(
                 "fields",
                 f"expected none with the built-in collection pydocs, got {fields.names}.",
             )
-        return _cached_pydocs(cache / "pydocs" / cache_key(), load)
+        return _load_or_build_pydocs(cache / "pydocs" / cache_key(), load)
     check_collection_exists(name_or_path)
     return load(Path(name_or_path))
 
@@ -237,8 +237,8 @@ def _open_large_file(
     return open_lazy_documents(file, cache, fields)
 
 
-def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collection:
-    """Load the built-in collection from the cache, or build and cache it.
+def _load_or_build_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collection:
+    """Load the built-in collection ``pydocs`` from the cache, or build and cache it.
 
     Args:
         folder: folder of the collection in the cache.
@@ -315,8 +315,8 @@ def _distinct_docstrings(root: Path) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     normalized_texts: set[str] = set()
-    for name, text in (*_from_sources(root), *_from_c_modules()):
-        normalized_text = _normalized(text)
+    for name, text in (*_docstrings_of_sources(root), *_docstrings_of_c_modules()):
+        normalized_text = _normalize(text)
         is_duplicate = name in texts or normalized_text in normalized_texts
         if not is_duplicate and len(text.split()) >= MIN_WORDS:
             texts[name] = text
@@ -357,18 +357,18 @@ def _summary_queries(texts: dict[str, str]) -> dict[str, str]:
     Returns:
         Name of a docstring -> its summary line without the full stop.
     """
-    parts = {name: _split_summary(text) for name, text in texts.items()}
-    openings = Counter(_normalized(summary) for summary, _ in parts.values())
-    bodies = Counter(_normalized(body) for _, body in parts.values())
+    summaries_and_bodies = {name: _split_summary(text) for name, text in texts.items()}
+    summary_counts = Counter(_normalize(summary) for summary, _ in summaries_and_bodies.values())
+    body_counts = Counter(_normalize(body) for _, body in summaries_and_bodies.values())
     # The body of one docstring may be the entire docstring of another definition.
-    bodies.update(_normalized(text) for text in texts.values())
+    body_counts.update(_normalize(text) for text in texts.values())
     return {
         name: summary.rstrip(".").rstrip()
-        for name, (summary, body) in parts.items()
+        for name, (summary, body) in summaries_and_bodies.items()
         if _is_query(summary)
         and len(body.split()) >= MIN_WORDS
-        and openings[_normalized(summary)] == 1
-        and bodies[_normalized(body)] == 1
+        and summary_counts[_normalize(summary)] == 1
+        and body_counts[_normalize(body)] == 1
     }
 
 
@@ -386,12 +386,12 @@ def _is_query(summary: str) -> bool:
     return not is_signature and MIN_QUERY_WORDS <= len(summary.split()) <= MAX_QUERY_WORDS
 
 
-def _normalized(text: str) -> str:
+def _normalize(text: str) -> str:
     """Return the words of a text in lower case, to recognise duplicates."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
+def _docstrings_of_sources(root: Path) -> Iterator[tuple[str, str]]:
     """Yield name and docstring of all modules, classes and functions written in Python.
 
     Public modules come first, so that a docstring that is repeated gets a public name.
@@ -421,10 +421,10 @@ def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
                 tree = ast.parse(file.read_bytes())
             except (SyntaxError, ValueError):  # some files are invalid on purpose, as test data
                 continue
-        yield from _from_definition(tree, name)
+        yield from _docstrings_of_definition(tree, name)
 
 
-def _from_definition(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
+def _docstrings_of_definition(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
     """Yield name and docstring of a definition and of the definitions in it, in source order.
 
     Args:
@@ -435,7 +435,7 @@ def _from_definition(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
     if docstring:
         yield name, _tidy(docstring)
     for child in _definitions_in(node):
-        yield from _from_definition(child, f"{name}.{child.name}")
+        yield from _docstrings_of_definition(child, f"{name}.{child.name}")
 
 
 def _definitions_in(
@@ -449,7 +449,7 @@ def _definitions_in(
             yield from _definitions_in(child)
 
 
-def _from_c_modules() -> Iterator[tuple[str, str]]:
+def _docstrings_of_c_modules() -> Iterator[tuple[str, str]]:
     """Yield name and docstring of modules written in C, and of their functions and classes.
 
     The modules are imported, because C sources are not part of an installation.
@@ -469,10 +469,10 @@ def _from_c_modules() -> Iterator[tuple[str, str]]:
         file = getattr(module, "__file__", None)
         if file and str(file).endswith(".py"):
             continue
-        yield from _from_c_module(module, name, public_name)
+        yield from _docstrings_of_c_module(module, name, public_name)
 
 
-def _from_c_module(
+def _docstrings_of_c_module(
     module: types.ModuleType,
     name: str,
     public_name: str,
@@ -484,22 +484,27 @@ def _from_c_module(
         name: name of the module, such as ``_bisect``.
         public_name: name of the public module that re-exports its contents, such as ``bisect``.
     """
-    yield from _documented(module, public_name)
+    yield from _docstring_of_value(module, public_name)
     for attribute, value in sorted(vars(module).items()):
         path = f"{public_name}.{attribute}"
         if isinstance(value, types.BuiltinFunctionType):
-            yield from _documented(value, path)
+            yield from _docstring_of_value(value, path)
         elif isinstance(value, type) and value.__module__ in (name, public_name):
             # Classes that the module only imports are left out.
-            yield from _documented(value, path)
+            yield from _docstring_of_value(value, path)
             for member_name, member in sorted(vars(value).items()):
                 # Slot wrappers, such as __add__, have the same docstring in every class.
                 if not isinstance(member, types.WrapperDescriptorType):
-                    yield from _documented(member, f"{path}.{member_name}")
+                    yield from _docstring_of_value(member, f"{path}.{member_name}")
 
 
-def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:
-    """Yield name and docstring of a value, if it is not a constant and has a docstring."""
+def _docstring_of_value(value: object, name: str) -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of a value, or nothing for a constant or without a docstring.
+
+    Args:
+        value: a module, class, function, attribute of a class or constant.
+        name: dotted name of the value.
+    """
     if not (callable(value) or inspect.ismodule(value) or inspect.isdatadescriptor(value)):
         return
     text = getattr(value, "__doc__", None)

@@ -133,7 +133,7 @@ class TextColumns(NamedTuple):
     text: str
 
 
-def _recognised(names: Sequence[str], aliases: Sequence[str]) -> list[str]:
+def _find_aliases(names: Sequence[str], aliases: Sequence[str]) -> list[str]:
     """Return the names that equal an alias, ignoring case and surrounding blanks and quotes."""
     return [name for name in names if name.strip().strip('"').lower() in aliases]
 
@@ -197,7 +197,7 @@ def _usual_name(names: Sequence[str], field: _TextField) -> str | None:
     for preferred_name in field.preferred_names:
         if preferred_name in names:
             return preferred_name
-    candidates = _recognised(names, field.recognised_names)
+    candidates = _find_aliases(names, field.recognised_names)
     if len(candidates) > 1:
         raise FieldError(
             f"expected one field with {field.meaning}, got {_quoted(candidates)}. Choose one: "
@@ -225,7 +225,7 @@ def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
     columns: dict[str, str] = {}
     missing: list[str] = []
     for field, aliases in JUDGEMENT_NAMES.items():
-        candidates = [field] if field in names else _recognised(names, aliases)
+        candidates = [field] if field in names else _find_aliases(names, aliases)
         if len(candidates) > 1:
             raise FieldError(
                 f"expected one {field} field, got {_quoted(candidates)}. Rename one to {field!r}.",

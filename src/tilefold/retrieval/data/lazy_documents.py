@@ -219,7 +219,8 @@ class LazyDocuments(Mapping[str, V]):
         order = np.argsort(keys)
         ranks = np.empty(len(keys), np.int64)
         ranks[order] = np.searchsorted(self._sorted_id_keys, keys[order])
-        # A key above all keys of the file has the rank N. It differs from the last one, too.
+        # A key above all keys of the file has the rank N. It is compared with the last key instead,
+        # from which it differs.
         ranks = np.minimum(ranks, len(self) - 1)
         is_known = self._sorted_id_keys[ranks] == keys
         return np.where(is_known, self.line_index.positions[ranks], -1).astype(np.int64)
@@ -238,14 +239,15 @@ class LazyDocuments(Mapping[str, V]):
         return not bool((self._sorted_id_keys[1:] == self._sorted_id_keys[:-1]).any())
 
     def _position(self, name: str) -> int | None:
-        """Return the position of an id, or None if it is unknown.
+        """Return the position of an id in the file, or None if it is unknown.
 
-        Several ids may share a key, so the ids in the file are compared too.
+        Several ids may share a 64-bit key. The ids in the lines of all documents with the key are
+        therefore compared, too.
         """
         key = np.uint64(id_key(name))
         first = int(np.searchsorted(self._sorted_id_keys, key))
-        last = int(np.searchsorted(self._sorted_id_keys, key, side="right"))
-        for position in self.line_index.positions[first:last].tolist():
+        end = int(np.searchsorted(self._sorted_id_keys, key, side="right"))
+        for position in self.line_index.positions[first:end].tolist():
             ((stored_name, _),) = self.pairs_at([position])
             if stored_name == name:
                 return int(position)
@@ -344,7 +346,13 @@ def open_lazy_documents(
 
 
 def _cache_folder(cache: Path, file: Path, fields: DocumentFields) -> Path:
-    """Return the folder of the cache for a file that is read with some names of fields."""
+    """Return the folder of the cache for a file.
+
+    Args:
+        cache: folder of the whole cache.
+        file: the file of documents.
+        fields: custom names of the document fields, with which the file is read.
+    """
     key = os.fsencode(file.resolve())
     if fields != USUAL_FIELDS:
         key += b"\0" + json.dumps(fields.names).encode()
@@ -380,6 +388,8 @@ class _FileKeys(NamedTuple):
 def _read_keys(file: Path, size: int, fields: DocumentFields) -> _FileKeys:
     """Read a file of documents once, and compute the keys and the digest of its documents.
 
+    A key is a 64-bit hash of an id or a text.
+
     Args:
         file: JSON lines, or lines ``id<tab>text``.
         size: size of the file in bytes.
@@ -390,10 +400,10 @@ def _read_keys(file: Path, size: int, fields: DocumentFields) -> _FileKeys:
     id_key_parts = [no_keys]
     text_key_parts = [no_keys]
     digest = TextsDigest()
-    # hashlib releases the GIL, so that a thread can compute the digest of a range
-    # while the next range is read. At most one range waits for it.
+    # hashlib releases the GIL, so that a thread can compute the digest of a range of lines while the
+    # next range is read. At most one range waits for the thread.
     with ThreadPoolExecutor(1) as executor:
-        pending: Future[None] | None = None
+        pending: Future[None] | None = None  # the digest of the range before
         for lines in all_lines(file, size, fields):
             offset_parts.append(lines.offsets)
             id_key_parts.append(lines.id_keys)
@@ -416,7 +426,7 @@ def _index_file(
     state: FileState,
     fields: DocumentFields,
 ) -> LazyDocuments[Document]:
-    """Read a file once, and record where its documents are.
+    """Read a file once, and record the offset of each document, and keys by which it is found.
 
     Args:
         file: JSON lines, or lines ``id<tab>text``.

@@ -171,7 +171,7 @@ class Filter:
             value = _parse_right_side(operator, right_side, (kinds or {}).get(name))
             fields = must_not if operator == "!=" else must
             if name in fields:
-                value = _joined_range(fields[name], value, name, text)
+                value = _join_bounds(fields[name], value, name, text)
             fields[name] = value
         return cls(must, must_not)
 
@@ -179,8 +179,8 @@ class Filter:
 Where = Filter | Fields | None
 
 
-def _joined_range(earlier: Any, value: Any, name: str, text: str) -> dict[str, object]:
-    """Join two conditions on a field, which must be the two bounds of a range.
+def _join_bounds(earlier: Any, value: Any, name: str, text: str) -> dict[str, object]:
+    """Join two conditions on a field to a range. They must be its lower and its upper bound.
 
     Args:
         earlier: value of the first condition.
@@ -346,7 +346,8 @@ def _stored_value(value: object) -> object:
     """Convert a value of metadata to the form in which an index stores it.
 
     Returns:
-        The value, or None if an index does not store it (see :func:`kept_fields`).
+        The value; None for an empty, too long or infinite value, a list with floats, and a value of
+        a type that an index does not store.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -355,9 +356,8 @@ def _stored_value(value: object) -> object:
     if isinstance(value, list | tuple):
         items = list(itertools.islice(_stored_items(value), _LONGEST_LIST + 1))
         is_too_long = len(items) > _LONGEST_LIST
-        has_floats = any(
-            isinstance(item, float) for item in items
-        )  # filters match no lists of them
+        # Filters compare the values of a list only with texts, integers and booleans.
+        has_floats = any(isinstance(item, float) for item in items)
         if is_too_long or has_floats:
             return None
         return items or None
@@ -498,7 +498,9 @@ def joined_kinds(
 
 
 def paths_of(name: str, known_paths: Iterable[str]) -> list[str]:
-    """Return the paths of the values of a field: a value, an object or a list of objects.
+    """Return the paths of the values in a field: the field itself, or members of its objects.
+
+    For ``by``, these are paths such as ``by``, ``by.name`` and ``by[].name``.
 
     Args:
         name: the field.
@@ -522,7 +524,7 @@ def comparable_kinds(
         ValueError: if no document has the field, or none of its values has a comparable kind.
     """
     if name not in kinds:
-        raise _unknown_field(name, kinds)
+        raise _unknown_field_error(name, kinds)
     if isinstance(condition, dict):
         comparable: tuple[str, ...] = _NUMBERS
         got = "a range"
@@ -557,11 +559,16 @@ def check_comparable(
     if condition:
         comparable_kinds(name, condition, kinds)  # raises the error
     elif not paths_of(name, kinds):
-        raise _unknown_field(name, kinds)
+        raise _unknown_field_error(name, kinds)
 
 
-def _unknown_field(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
-    """Create the error for a field that no document has."""
+def _unknown_field_error(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
+    """Create the error for a field that no document has.
+
+    Args:
+        name: the field.
+        kinds: field of some document -> kinds of its values, which the message lists.
+    """
     if not kinds:
         return no_metadata_error()
     fields = ", ".join(
@@ -579,7 +586,7 @@ def no_metadata_error() -> ValueError:
     )
 
 
-def _matching(column: Any, kind: str, condition: Condition) -> Mask:
+def _match_values(column: Any, kind: str, condition: Condition) -> Mask:
     """Compute which values of a column satisfy a condition.
 
     Numbers are compared exactly: neither integers nor floats are rounded.
@@ -711,36 +718,47 @@ class Metadata:
         matching = np.ones(self.n_documents, bool)
         must, must_not = where.conditions()
         for name, values in must:
-            matching &= self._documents_with(name, values)
+            matching &= self._mask_of_condition(name, values)
         for name, values in must_not:
-            matching &= ~self._documents_with(name, values)
+            matching &= ~self._mask_of_condition(name, values)
         return matching
 
-    def _documents_with(self, name: str, condition: Condition) -> Mask:
-        """Return which documents meet a condition of :meth:`Filter.conditions`, bool ``[N]``."""
+    def _mask_of_condition(self, name: str, condition: Condition) -> Mask:
+        """Return which documents meet a condition, bool ``[N]``.
+
+        Args:
+            name: the field.
+            condition: a list of accepted values, or the bounds of a range. An empty list accepts
+                documents without the field.
+        """
         if not condition:
-            return ~self._mask_of(self._documents_having(name))
-        return self._mask_of(self._documents_matching(name, condition))
+            return ~self._mask_of(self._find_with_field(name))
+        return self._mask_of(self._find_matching(name, condition))
 
     def _mask_of(self, documents: npt.NDArray[np.int64]) -> Mask:
-        """Return a mask bool ``[N]`` that is true for the given documents."""
+        """Return a mask bool ``[N]`` that is true for the documents with these numbers."""
         mask = np.zeros(self.n_documents, bool)
         mask[documents] = True
         return mask
 
-    def _documents_having(self, name: str) -> npt.NDArray[np.int64]:
+    def _find_with_field(self, name: str) -> npt.NDArray[np.int64]:
         """Return the numbers of the documents that have a field, int64.
+
+        A document with several values of the field is repeated.
 
         Args:
             name: the field: a value, an object or a list of objects.
+
+        Raises:
+            ValueError: if no document has the field.
         """
         paths = paths_of(name, self.kinds)
         if not paths:
-            raise _unknown_field(name, self.kinds)
+            raise _unknown_field_error(name, self.kinds)
         return np.concatenate([self._rows_of(path)["document"].to_numpy() for path in paths])
 
-    def _documents_matching(self, name: str, condition: Condition) -> npt.NDArray[np.int64]:
-        """Find the documents whose field satisfies a condition.
+    def _find_matching(self, name: str, condition: Condition) -> npt.NDArray[np.int64]:
+        """Find the documents with a value of a field that satisfies a condition.
 
         Args:
             name: the field.
@@ -758,15 +776,19 @@ class Metadata:
         # A value is in the column of its kind. The other columns are null in its row.
         for kind in compared_kinds:
             rows = field_rows.filter(field_rows[kind].is_valid())
-            matches = _matching(rows[kind], kind, condition)
+            matches = _match_values(rows[kind], kind, condition)
             documents.append(rows["document"].to_numpy()[matches])
         return np.concatenate(documents)
 
     def take(self, rows: Sequence[int]) -> Metadata:
-        """Return the metadata of some documents, in the order of `rows`."""
-        new_rows = np.full(self.n_documents, -1, np.int64)
-        new_rows[np.asarray(rows, np.int64)] = np.arange(len(rows))
-        documents = new_rows[self.table["document"].to_numpy()]
+        """Return the metadata of some documents, which get new numbers.
+
+        Args:
+            rows: number of each document to keep, in the order of the new numbers.
+        """
+        new_numbers = np.full(self.n_documents, -1, np.int64)  # -1 for documents that are left out
+        new_numbers[np.asarray(rows, np.int64)] = np.arange(len(rows))
+        documents = new_numbers[self.table["document"].to_numpy()]
         return Metadata(self._with_documents(documents), len(rows))
 
     def _with_documents(self, documents: npt.NDArray[np.int64]) -> Any:
@@ -776,9 +798,9 @@ class Metadata:
             documents: new number of the document of each row; -1 removes the row.
         """
         arrow = _arrow()
-        return self.table.set_column(1, "document", arrow.array(documents)).filter(
-            arrow.array(documents >= 0),
-        )
+        column = self.table.schema.get_field_index("document")
+        table = self.table.set_column(column, "document", arrow.array(documents))
+        return table.filter(arrow.array(documents >= 0))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
@@ -791,11 +813,12 @@ class Metadata:
         Returns:
             The metadata, or None if no index has metadata.
         """
-        *first_rows, n_documents = np.cumsum([0, *sizes]).tolist()
+        # The documents of an index get numbers after those of the indexes before it.
+        *first_numbers, n_documents = np.cumsum([0, *sizes]).tolist()
         tables = []
-        for part, first_row in zip(parts, first_rows, strict=True):
+        for part, first_number in zip(parts, first_numbers, strict=True):
             if part is not None:
-                documents = part.table["document"].to_numpy() + first_row
+                documents = part.table["document"].to_numpy() + first_number
                 tables.append(part._with_documents(documents))
         return cls(_arrow().concat_tables(tables), n_documents) if tables else None
 

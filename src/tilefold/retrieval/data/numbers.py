@@ -71,9 +71,9 @@ def floats_within(bounds: Bounds) -> FloatInterval:
 
 def integers_rounding_to(value: float) -> list[int]:
     """Return the 64-bit integers whose nearest float64 is `value`."""
-    if not math.isfinite(value) or abs(value) > -float(INT64[0]):
+    if not math.isfinite(value) or abs(value) > -float(INT64[0]):  # 2^63
         return []
-    spacing = math.ceil(math.ulp(value))
+    spacing = math.ceil(math.ulp(value))  # no integer further away rounds to the value
     center = math.floor(value)
     candidates = range(center - spacing, center + spacing + 1)
     return [number for number in candidates if number in INT64 and float(number) == value]
@@ -115,9 +115,9 @@ def rounded_range(bounds: Bounds) -> RoundedRange:
     extra_integers: list[int] = []
     boundaries: list[tuple[float, list[int]]] = []
     for value in _values_at_ends(interval):
-        rounded = integers_rounding_to(value)
-        satisfying = [number for number in rounded if number in integers_inside]
-        violating = [number for number in rounded if number not in integers_inside]
+        integers_of_value = integers_rounding_to(value)
+        satisfying = [number for number in integers_of_value if number in integers_inside]
+        violating = [number for number in integers_of_value if number not in integers_inside]
         if value not in interval:
             extra_integers += satisfying  # the interval would miss them
         elif violating:

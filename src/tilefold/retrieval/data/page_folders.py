@@ -89,7 +89,7 @@ def open_page_folder(
             n_pages = count_pages(file) if page_cache is None else page_cache.count_pages(name)
         except DataError as error:
             # The reason is listed by the name of the file, which some messages begin with.
-            printable_name = _printable(name)
+            printable_name = _escape_name(name)
             reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{printable_name}: ")
             folder.unread_files[printable_name] = reason
             continue
@@ -118,7 +118,7 @@ class _PageCache:
     """
 
     def __init__(self, cache: Path, path: Path, root: Path) -> None:
-        """Read the entries that an earlier process has stored; none if the format is another."""
+        """Read the entries that an earlier process has stored in the current format, if any."""
         self._root = root
         key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
         self._file = cache / "pages" / f"{key}.json"
@@ -129,7 +129,9 @@ class _PageCache:
         self._entries: dict[str, list[int | str]] = {}
 
     def count_pages(self, name: str) -> int:
-        """Return the number of pages of a file, and note its digest for this process.
+        """Return the number of pages of a file, from its entry or by opening the file.
+
+        The digest of the file is remembered for this process.
 
         Args:
             name: path of the file in the folder.
@@ -148,7 +150,7 @@ class _PageCache:
         entry = self._stored_entries.get(name, [])
         if entry[: len(key)] == key:
             n_pages, digest = entry[len(key) :]
-            sha256_of_state(state, digest)
+            sha256_of_state(state, digest)  # remembers the digest without reading the file
         else:
             n_pages = count_pages(state.file)
             digest = sha256_of_state(state)
@@ -172,8 +174,8 @@ def page_of_name(name: str, root: Path) -> Page:
     """Return the page that a row of a corpus file names.
 
     Args:
-        name: path of an image or a PDF in `root`, with ``#p`` and a number for a later page than
-            the first, such as ``scans/report.pdf#p12``.
+        name: path of an image or a PDF in `root`, such as ``scans/report.pdf#p12`` for its page 12.
+            Without ``#p``, it is the first page.
         root: the folder of the collection.
 
     Raises:
@@ -217,7 +219,7 @@ def _check_file(file: Path, name: str, root: Path) -> None:
         root: the folder.
     """
     if not is_unicode(name):
-        raise DataError(f"{_printable(name)}: expected a name in UTF-8. Rename the file.")
+        raise DataError(f"{_escape_name(name)}: expected a name in UTF-8. Rename the file.")
     if not file.is_file():
         raise DataError(f"{file}: not a file, or a broken link. Leave it out.")
     _check_is_inside(file, root)
@@ -251,7 +253,7 @@ def _document_of_page(name: str, page: Page) -> Document:
     )
 
 
-def _printable(name: str) -> str:
+def _escape_name(name: str) -> str:
     """Return the name of a file for a report, with escapes for bytes that are not UTF-8."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -272,13 +274,13 @@ def _no_pages_message(
     if page_ranges is not None:
         message += "none in the range of pages. Choose another range."
         if unread_files:
-            message += f" Not opened: {_damaged_files(unread_files)}"
+            message += f" Not opened: {_describe_unread(unread_files)}"
         return message
-    return message + (_damaged_files(unread_files) if unread_files else "none. Add some.")
+    return message + (_describe_unread(unread_files) if unread_files else "none. Add some.")
 
 
-def _damaged_files(unread_files: dict[str, str]) -> str:
-    """Return the number of damaged files, and the name and reason of the first one.
+def _describe_unread(unread_files: dict[str, str]) -> str:
+    """Describe files that could not be opened: their number, and the first name and reason.
 
     Args:
         unread_files: name of a file that could not be opened -> reason; at least one.

@@ -91,8 +91,8 @@ class Page:
     def fingerprint(self) -> str:
         """Digest of the file and the number of the page, which identify what the page shows.
 
-        The file is read once, and again after it has changed. A page without a file, which cannot
-        be encoded, has one too.
+        The file is read once, and again after it has changed. A page whose file is missing cannot
+        be encoded, but has a fingerprint.
         """
         try:
             return f"{sha256_of_state(PageFileState.of(self.file))}#{self.number}"
@@ -120,10 +120,10 @@ _sha256_of_states: dict[PageFileState, str] = {}
 
 
 def sha256_of_state(state: PageFileState, stored: str | None = None) -> str:
-    """Return the SHA-256 of a file.
+    """Return the SHA-256 of a file, and remember it for this process.
 
     Args:
-        state: the file as it is now.
+        state: the file, with its size and times as they are now.
         stored: the SHA-256 that an earlier process has computed in this state; None reads the file,
             unless this process has computed it before.
     """
@@ -235,7 +235,7 @@ def count_pages(file: Path, max_pixels: int = MAX_PIXELS) -> int:
 
 
 def _count_frames(file: Path, image: Any) -> int:
-    """Return the number of pages of an opened image: those of a TIFF, and 1 for other formats.
+    """Return the number of pages of an opened image. Only a TIFF can have more than 1.
 
     Args:
         file: path of the image, for errors.
@@ -247,7 +247,7 @@ def _count_frames(file: Path, image: Any) -> int:
     n_frames = getattr(image, "n_frames", 1)
     if has_numbered_pages(file) and image.format == "TIFF":
         return int(n_frames)
-    # The further frames of an MPO, which phones write as JPEG, are previews of the same photo.
+    # Phones write JPEG files as MPO, whose further frames are previews of the same photo.
     if n_frames > 1 and image.format != "MPO":
         raise DataError(
             f"{file}: expected a still image, got an animation of {n_frames} frames. Save the "
@@ -310,7 +310,7 @@ def as_rgb(image: Any) -> Image:
     """Convert an image of any mode to RGB, on white where it is transparent."""
     pillow = require("PIL.Image", "Pillow", "an image", extra="pages")
     if image.mode.startswith("I;16"):
-        # A conversion would clip 16 bits to 255 instead of scaling them.
+        # Pillow's conversion to RGB would clip 16-bit values to 255 instead of scaling them.
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     is_transparent = image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
     if is_transparent or "transparency" in image.info:
@@ -373,9 +373,10 @@ def _render_pdf_page(file: Path, number: int, dpi: int, max_pixels: int) -> Imag
         )
         _check_embedded_images(file, number, page, max_pixels)
         rendered_image = page.render(scale=scale).to_pil()
-        # The image shares the memory of the PDF, which is closed here.
+        # The rendered image shares the memory of the PDF, which is closed after this block.
         rgb_image: Image = rendered_image.convert("RGB")
-        return rgb_image.copy() if rgb_image is rendered_image else rgb_image
+        was_converted = rgb_image is not rendered_image
+        return rgb_image if was_converted else rgb_image.copy()
 
 
 def _check_embedded_images(file: Path, number: int, page: Any, max_pixels: int) -> None:

@@ -200,11 +200,11 @@ class Passages:
         if not word_starts:
             return [(0, len(text.rstrip()))]
         breaks = self._breaks(text, word_starts)
-        break_words = [point.word for point in breaks]
+        break_words = [point.word for point in breaks]  # number of the word after each break
         ranges = []
         begin = 0  # index of the break at which the passage begins
         while True:
-            # Index of the last break within `length` words of the beginning.
+            # index of the last break within `length` words of the beginning
             end = bisect_right(break_words, break_words[begin] + self.length) - 1
             start = breaks[begin].character
             stop = breaks[end].character
@@ -226,13 +226,15 @@ class Passages:
         """
         stride = self.stride or self.length
         next_begin = bisect_left(break_words, break_words[begin] + stride, hi=end)
-        # Skip breaks whose passage would end where this one ends, because it would add no word.
+        # Skip breaks from which the next passage would end at the same break as this one.
         while next_begin < end and break_words[end + 1] - break_words[next_begin] > self.length:
             next_begin += 1
         return next_begin
 
     def _breaks(self, text: str, word_starts: list[int]) -> list[_Break]:
-        """Return the breaks of a text in order, with its beginning and its end.
+        """Return the points of a text at which passages may begin or end, in order.
+
+        The first one is the beginning of the text, and the last one its end.
 
         Args:
             text: the text.
@@ -283,7 +285,8 @@ def _sentence_breaks(text: str, word_starts: list[int]) -> list[_Break]:
         text: the text.
         word_starts: character offset of each word.
     """
-    # First word of a sentence -> character offset of the sentence.
+    # First word of a sentence -> character offset of the sentence. Of several sentences without
+    # words in between, only the last one remains.
     sentence_starts = {
         bisect_left(word_starts, match.end()): match.end() for match in _SENTENCE_END.finditer(text)
     }
@@ -299,4 +302,6 @@ def document_of(name: str) -> str:
         DataError: if `name` is not a passage id.
     """
     document, mark, _ = name.rpartition("#")
-    return document if mark else Passage.of(name).document
+    if not mark:
+        return Passage.of(name).document  # raises an error that shows the form of an id
+    return document

@@ -33,10 +33,9 @@ class FolderEncoder(Generic[M, V]):
         self._save_seconds = 60 * job.output.save_minutes
         self._n_texts = len(job.texts)
         self._writer: Any = None  # a ShardWriter, once the folder is open
-        # The shards that were not written at the last report, and the number of texts in others.
-        self._shards: deque[PendingShard[V]] = deque()
-        self._n_written = 0
-        self._n_reported = 0
+        self._shards: deque[PendingShard[V]] = deque()  # not written at the last report
+        self._n_written = 0  # texts of all other shards
+        self._n_reported = 0  # texts that the last report counted as done
 
     def run(self) -> M:
         """Encode and write all shards, and return the complete manifest."""
@@ -180,11 +179,11 @@ class FolderEncoder(Generic[M, V]):
             self.job.output.report(n_done, self._n_texts)
 
     def _n_reportable(self, shard: PendingShard[V]) -> int:
-        """Return how many texts of an unwritten shard count as done in a report.
+        """Return how many texts of an unwritten shard count as done in a report of progress.
 
-        The last text of a finished shard counts only when the shard is written. A streaming model
-        goes on in the meantime, so the other texts are reported. Without a stream, the shard is
-        written before the next batch, so nothing is reported until then.
+        The last text of a finished shard counts only when the shard is written. If a thread writes
+        while the model goes on, the other texts are reported. Otherwise the shard is written before
+        the next batch, so that nothing is reported until then.
         """
         if not shard.is_finished:
             return shard.n_finished

@@ -176,7 +176,10 @@ class Job(ABC, Generic[M, V]):
     get_provenance: GetProvenance = Provenance
 
     def __post_init__(self) -> None:
-        """Choose the stream of an accelerated model, or the one without threads."""
+        """Choose how windows are encoded: by the model's own stream, or by one without threads.
+
+        Only an accelerated model has a stream, which tokenises in threads.
+        """
         self.contains_pages = contains_pages(self.texts)
         model_stream = None
         if self._uses_model_stream():
@@ -193,13 +196,17 @@ class Job(ABC, Generic[M, V]):
         """Return the stream of an accelerated model with the options of this job."""
 
     def _uses_model_stream(self) -> bool:
-        """Return whether the stream of an accelerated model, which reads texts, fits this job."""
+        """Return whether the stream of an accelerated model can encode the texts of this job.
+
+        The stream reads no pages.
+        """
         return not self.contains_pages
 
     def common_settings(self) -> dict[str, object]:
         """Return the manifest settings that all kinds of vectors have, by name.
 
-        Vectors of a model with the same bits in every batch record what these bits depend on.
+        A model that was accelerated with ``invariant=True`` computes a vector with the same bits in
+        every batch. The settings then record the device and the libraries: the bits depend on them.
         """
         settings = self.encoding.settings(self.get_provenance())
         invariance = getattr(self.model, "invariance", None)  # set by accelerate(invariant=True)
@@ -240,11 +247,12 @@ class Job(ABC, Generic[M, V]):
         self,
         windows: Iterator[Window | None],
     ) -> Generator[Item, None, None]:
-        """Encode windows without threads, in batches of texts of similar length.
+        """Encode windows, each of which has the texts of a shard, without threads.
+
+        The batches of a window have texts of similar length.
 
         Args:
-            windows: texts of one shard each. None means that the next window is not ready yet, and
-                is skipped.
+            windows: the windows. None means that the next window is not ready yet, and is skipped.
 
         Yields:
             ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
@@ -295,8 +303,8 @@ class Job(ABC, Generic[M, V]):
         text_batch_size = self.encoding.batch_size or PLAIN_BATCH_SIZE
         page_batch_size = self.encoding.batch_size or PAGE_BATCH_SIZE
         for batch in (
-            *_divided(longest_first, text_batch_size),
-            *_divided(pages, page_batch_size),
+            *_divide(longest_first, text_batch_size),
+            *_divide(pages, page_batch_size),
         ):
             positions = [position for position in batch if position not in skipped_positions]
             if positions:
@@ -369,6 +377,6 @@ class Job(ABC, Generic[M, V]):
         return self.is_streaming and is_new
 
 
-def _divided(positions: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Divide positions into consecutive parts of a size; the last one may be shorter."""
+def _divide(positions: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Divide positions into consecutive parts of `size` positions. The last one may be shorter."""
     return [positions[start : start + size] for start in range(0, len(positions), size)]

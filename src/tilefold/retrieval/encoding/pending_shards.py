@@ -38,7 +38,7 @@ WAITING_SHARDS = 2  # maximum number of encoded shards that wait for the thread 
 
 
 def _describe_wrong_type(value: object) -> str:
-    """Say that a value is not a text, and for a document how to get its text."""
+    """Return the reason why a value cannot be encoded, and for a document how to get its text."""
     reason = f"expected a string, got {type(value).__name__}"
     if isinstance(value, Document):
         reason += "; pass the texts, such as collection.contents() or document.contents"
@@ -65,7 +65,7 @@ class PendingShard(Generic[V]):
         number: position of the shard in its folder.
         ids: ids of its texts, in their order.
         texts: id -> text. It may have texts of other shards, too.
-        encodable_ids: ids of the texts and pages. The window has these.
+        encodable_ids: ids of the values that are texts or pages.
         encoded: vectors of the batches that are done.
         failed: id -> reason for each text that could not be encoded.
         truncation: how many texts were truncated.
@@ -114,13 +114,13 @@ class PendingShard(Generic[V]):
         self.n_saved = self.n_finished
 
     def window(self, model: Model) -> Window:
-        """Return the texts of this shard as a window for a stream to encode.
+        """Return the texts and pages of this shard as a window, the input of a stream.
 
         Args:
             model: a model of sentence-transformers. Very long texts are shortened for it.
 
         Returns:
-            All encodable texts, and the positions of the finished ones, which are skipped.
+            All texts and pages, and the positions of the finished ones, which are skipped.
         """
         finished_ids = set(self.failed)  # failed texts are not encoded again
         for vectors in self.encoded:
@@ -200,14 +200,16 @@ def encode_shards(
 ) -> Generator[PendingShard[V], None, None]:
     """Encode shards, and yield a shard whenever a batch of it is done.
 
+    The texts of a shard are a window of the job's stream, which encodes them in batches.
+
     Args:
         job: the model and its options.
         shards: the shards to encode, read by the thread that tokenises. None means that the next
             shard is not ready yet.
         write: writes a finished shard. It runs in `writer_thread`.
         writer_thread: the thread that writes.
-        open_folder: opens the folder once the device has its first batch, to save time
-            (:meth:`Job.defers_opening`). None if the folder is open.
+        open_folder: opens the folder. It is called once the device has its first batch, because
+            opening takes a while. None if the folder is open.
     """
     started_shards: list[PendingShard[V]] = []  # the shard of each window
 
@@ -221,7 +223,7 @@ def encode_shards(
                 yield shard.window(job.model)
 
     with closing(job.stream(windows())) as items:
-        next(items)  # starts the threads of the stream
+        next(items)  # a StreamStart: the threads of the stream have started
         first_items: list[Batch | WindowEnd] = []
         if open_folder is not None:
             # The fingerprint copies the weights from the device, and would have to wait for a batch

@@ -71,7 +71,7 @@ class RankEncoder(Generic[M, V]):
         return self._run_rank_0() if self.store.rank == 0 else self._run_other_rank()
 
     def _run_rank_0(self) -> M:
-        """Encode, register the shards of all ranks, and return the complete manifest."""
+        """Encode, add the shards of all ranks to the manifest, and return it when all are added."""
         if self.job.defers_opening():
             # A new folder lacks all shards, so the ranks can start before it is open.
             self._announce_shards(list(range(len(self._shard_ids))), partial={})
@@ -144,7 +144,11 @@ class RankEncoder(Generic[M, V]):
         self.store.put(FOLDER_IDENTITY, self._identity())
 
     def _open_shared_folder(self) -> None:
-        """On another rank, wait until rank 0 has opened the folder with the same settings."""
+        """On another rank than 0, wait until rank 0 has opened the folder, and compare settings.
+
+        Raises:
+            RankError: if rank 0 has other settings.
+        """
         self._writer = self.job.open_writer(writes_manifest=False)
         identity = self._identity()
         self.store.put(_identity_key(self.store.rank), identity)
@@ -152,7 +156,7 @@ class RankEncoder(Generic[M, V]):
             self.store.wait_for(FINISHED)  # raises the error of rank 0, which names the differences
 
     def _identity(self) -> Json:
-        """Return the settings of the folder in the types that JSON has, to compare ranks."""
+        """Return the settings of the folder as JSON stores them, so that ranks can compare them."""
         identity: Json = json.loads(json.dumps(self._writer.manifest.identity))
         return identity
 
@@ -177,11 +181,12 @@ class RankEncoder(Generic[M, V]):
             yield self._create_shard(numbers[position], missing["partial"])
 
     def _create_shard(self, number: int, partial: Json) -> PendingShard[V]:
-        """Create a shard, and restore the part of it that an earlier run of one process saved.
+        """Create a shard, and restore the part of it that an earlier run has saved.
 
         Args:
             number: number of the shard.
-            partial: entry of the partial shard in the manifest; empty if there is none.
+            partial: entry in the manifest of the shard that an earlier run has finished in part;
+                empty if there is none.
         """
         shard: PendingShard[V] = PendingShard(number, self._shard_ids[number], self.job.texts)
         if partial.get("shard") == number:
@@ -193,9 +198,9 @@ class RankEncoder(Generic[M, V]):
         return shard
 
     def _write(self, shard: PendingShard[V]) -> None:
-        """Write a shard with a receipt. Rank 0 then adds it to the manifest.
+        """Write a shard with a receipt, a file by which rank 0 knows that the shard is complete.
 
-        This runs in the background thread that writes.
+        Rank 0 then adds the shard to the manifest. This runs in the background thread that writes.
         """
         self._shard_slots.release()  # this rank may take another shard
         vectors, failed = shard.assemble(self.job)
@@ -213,9 +218,10 @@ class RankEncoder(Generic[M, V]):
             self.job.output.report(n_done, n_texts)
 
     def _register_received_shards(self) -> None:
-        """On rank 0, add the shards that have receipts to the manifest, up to the first gap.
+        """On rank 0, add shards to the manifest in order, up to the first one without a receipt.
 
-        Nothing is added before all ranks have opened the folder with the same settings.
+        A rank writes a receipt when it has written a shard. Nothing is added before all ranks have
+        opened the folder with the same settings.
         """
         while self._unregistered and self._check_identities():
             number = self._unregistered[0]

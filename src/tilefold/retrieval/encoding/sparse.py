@@ -178,18 +178,21 @@ def encode_to_folder(
 ) -> Any:
     """Encode `texts` into a folder of vectors.
 
-    It raises the errors of :func:`encode_collection`.
-
     Args:
         encoding: options of encoding. Their class selects the kind of vectors.
         model: a model of the class ``encoding.MODEL``.
         texts: id -> text, or page for a ``TokenEncoding``.
         output: the folder, and how it is written.
-        group: the ranks that share the work, as in :func:`encode_collection`.
-        dtype: the dtype in which the model computes, as in :func:`encode_collection`.
+        group: the ranks that share the work: a process group, ``"world"`` for all ranks, or None
+            for only this process.
+        dtype: the dtype in which the model computes during this call; None changes nothing.
 
     Returns:
         The complete manifest.
+
+    Raises:
+        TypeError, ValueError, DataError, FileExistsError, InUseError, RankError: as
+            :func:`encode_collection` does.
     """
     check_instance("encoding", encoding, Encoding, "SparseEncoding()")
     check_instance("output", output, Output, "Output(Path(folder))")
@@ -244,7 +247,7 @@ class SparseEncoding(Encoding):
     ) -> SparseJob:
         """Return the job of encoding `texts` into sparse vectors.
 
-        The arguments are described in :meth:`Encoding.create_job`.
+        The output folder is opened later. Then `get_provenance` is called for the digest of texts.
         """
         return SparseJob(
             encoding=self,
@@ -265,7 +268,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vocabulary = vocabulary_fingerprint(getattr(self.model, "tokenizer", None))
-        self._dropped_terms: list[int] = []
+        self._dropped_terms: list[int] = []  # ids of the terms whose weights are not stored
         if not self.encoding.special_tokens:
             self._dropped_terms = list(self.model.tokenizer.all_special_ids)
 
@@ -400,8 +403,8 @@ def encode_queries(
 def _vocab_size(model: Model, kind: Kind) -> int:
     """Return the length V of the model's vectors.
 
-    The head of an accelerated model has it as an attribute. For a plain model, one word is encoded
-    and the length of its vector is returned.
+    The head of an accelerated model has the length as an attribute. For a plain model, one word is
+    encoded and the length of its vector is returned.
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.

@@ -206,7 +206,8 @@ class TokenEncoding(Encoding):
     ) -> TokenJob:
         """Return the job of encoding `texts` into token vectors.
 
-        The arguments are described in :meth:`Encoding.create_job`.
+        One word is encoded to measure the dimension of the vectors. `get_provenance` returns the
+        digest of the texts, and is called when the output folder is opened.
 
         Raises:
             ValueError: if the model does not return token vectors, or there are pages and the model
@@ -246,9 +247,10 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             self.is_streaming = True
 
     def _uses_model_stream(self) -> bool:
-        """Return whether the stream of an accelerated model fits this job.
+        """Return whether the stream of an accelerated model can encode the texts of this job.
 
-        It reads texts, and returns rows that are quantized, which cannot be merged any more.
+        The stream reads no pages. It also quantizes token vectors at once, so that similar ones
+        cannot be merged afterwards (``pool_factor``).
         """
         return super()._uses_model_stream() and self.encoding.pool_factor is None
 
@@ -267,10 +269,11 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         return pool_tokens(rows, self.encoding.pool_factor)
 
     def page_stream(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
-        """Encode windows with pages, which worker processes prepare ahead of the model.
+        """Encode texts and pages in batches, while worker processes prepare later pages.
 
         Args:
-            windows: contents of one shard each. None means that the next window is not ready yet.
+            windows: texts and pages of one shard each. None means that the next window is not ready
+                yet.
 
         Yields:
             ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
@@ -295,7 +298,12 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
                     yield from self.encode_bisecting(step.window, step.contents, step.positions)
 
     def _steps_of(self, windows: Iterator[Window | None]) -> Iterator[EncodingStep]:
-        """Yield the batches of each window and its end; an empty step while none is ready."""
+        """Yield the batches of each window, and then its end.
+
+        Args:
+            windows: texts and pages of one shard each. None means that the next window is not ready
+                yet, and yields an empty step.
+        """
         number = 0
         for window in windows:
             if window is None:
@@ -308,11 +316,11 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             number += 1
 
     def _encode_prepared(self, step: EncodingStep, prepared: PreparedPages) -> Iterator[Batch]:
-        """Encode the pages of a batch that are prepared.
+        """Encode the pages of a batch from the features that a processor has computed of them.
 
         Args:
             step: the batch.
-            prepared: the features of its pages.
+            prepared: the features of its pages, and the errors of pages without features.
 
         Yields:
             A ``Batch`` for each forward pass, and one for each page that failed.
@@ -501,7 +509,11 @@ class DenseEncoding(TokenEncoding):
     ) -> DenseJob:
         """Return the job of encoding `texts` into dense vectors.
 
-        The arguments are described in :meth:`Encoding.create_job`.
+        One word is encoded to measure the dimension of the vectors. `get_provenance` returns the
+        digest of the texts, and is called when the output folder is opened.
+
+        Raises:
+            ValueError: if the model does not return dense vectors, or has fewer dimensions.
         """
         model_dimension = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > model_dimension:
@@ -627,7 +639,7 @@ def _dimension_for(model: Model, texts: Mapping[str, Content], kind: Kind) -> in
     """
     if contains_pages(texts):
         check_encodes_images(model)
-        kind = "query"  # a model of images may read texts as queries only
+        kind = "query"  # the dimension is measured on a text, which may have to be a query
     return token_dimension(model, kind)
 
 

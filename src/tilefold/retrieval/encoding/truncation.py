@@ -88,7 +88,7 @@ class TextShortener:
         self._shortens = self._limit > 0 and callable(self._tokenizer) and truncates_right
 
     def shorten(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts, with prefixes in place of those that are very long."""
+        """Return the texts, with a prefix in place of each very long text."""
         if not self._shortens:
             return list(texts)
         max_characters = _MAX_CHARACTERS_PER_TOKEN * self._limit
@@ -114,8 +114,8 @@ def token_counts(model: Model, texts: Sequence[str], kind: str) -> list[int | Ex
 
     Args:
         model: a model of sentence-transformers.
-        texts: the texts. Tokens beyond the model's limit for this kind are not counted.
-        kind: ``"document"`` or ``"query"``.
+        texts: the texts. Tokens beyond the model's limit are not counted.
+        kind: ``"document"`` or ``"query"``, which may have different limits.
 
     Returns:
         The number of tokens of each text, or the exception of the tokenizer for that text.
@@ -268,8 +268,11 @@ class _PrefixFinder:
         return self._find_at_white_space(text) if prefix is None else prefix
 
     def _find_anywhere(self, text: str) -> str | None:
-        """Return a prefix whose first tokens do not depend on the rest, or None."""
-        if self._prefix_tokenizer is None:
+        """Return a prefix of any end whose first tokens do not depend on the rest of the text.
+
+        Prefixes of a few lengths are tried. None if the tokens of no prefix are certain.
+        """
+        if self._prefix_tokenizer is None:  # the tokenizer has no fast backend
             return None
         for characters_per_token in _PREFIX_CHARACTERS_PER_TOKEN:
             n_characters = characters_per_token * self._n_tokens
@@ -279,7 +282,10 @@ class _PrefixFinder:
         return None
 
     def _has_fixed_tokens(self, prefix_tokenizer: PrefixTokenizer, prefix: str) -> bool:
-        """Return whether the first tokens after each prompt do not depend on the rest."""
+        """Return whether the first tokens of a prefix do not depend on the rest of the text.
+
+        They must not depend on it after any of the prompts that the model puts before a text.
+        """
         return all(
             prefix_tokenizer.first_tokens(prompt + prefix, self._n_tokens) is not None
             for prompt in self._prompts

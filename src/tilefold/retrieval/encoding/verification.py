@@ -126,15 +126,19 @@ def verify_vectors(
         environment: dict[str, str] = {}
         if is_invariant and invariance is not None:
             environment = invariance.environment()
-    differences = dict(zip(expected.ids, _differences(expected, actual), strict=True))
-    different_ids = [name for name, difference in differences.items() if difference is not None]
+    # largest difference of each vector that differs in a bit
+    differences = {
+        name: difference
+        for name, difference in zip(expected.ids, _compare(expected, actual), strict=True)
+        if difference is not None
+    }
     return Verification(
-        n_compared=len(differences),
-        n_different=len(different_ids),
-        largest_difference=max(filter(None, differences.values()), default=0.0),
-        different_ids=different_ids[:_SHOWN_IDS],
+        n_compared=len(expected.ids),
+        n_different=len(differences),
+        largest_difference=max(differences.values(), default=0.0),
+        different_ids=list(differences)[:_SHOWN_IDS],
         invariant=is_invariant,
-        changes=_changes(manifest, fingerprint, environment),
+        changes=_describe_changes(manifest, fingerprint, environment),
     )
 
 
@@ -189,9 +193,9 @@ def encoding_of(manifest: Any) -> Encoding:
 
 
 def _dtype_of(manifest: Manifest) -> Any:
-    """Return the dtype in which all vectors were computed; None if there were several."""
-    is_one_dtype = manifest.precision in ("fp32", "bf16", "fp16")
-    return manifest.precision if is_one_dtype else None
+    """Return the dtype in which all vectors were computed; None for several, or for fp8."""
+    can_be_requested = manifest.precision in ("fp32", "bf16", "fp16")
+    return manifest.precision if can_be_requested else None
 
 
 def _sample_ids(
@@ -215,7 +219,7 @@ def _sample_ids(
     return [ids[position] for position in positions]
 
 
-def _differences(
+def _compare(
     expected: SparseVectors | TokenVectors,
     actual: SparseVectors | TokenVectors,
 ) -> Iterator[float | None]:
@@ -244,10 +248,11 @@ def _sparse_difference(
         actual: the newly computed vectors.
         row: the position of the vector in both.
     """
-    left, right = (_dense_row(vectors, row) for vectors in (expected, actual))
-    if np.array_equal(left, right):
+    stored_weights = _dense_row(expected, row)
+    new_weights = _dense_row(actual, row)
+    if np.array_equal(stored_weights, new_weights):
         return None
-    return float(np.abs(left - right).max())
+    return float(np.abs(stored_weights - new_weights).max())
 
 
 def _dense_row(vectors: SparseVectors, row: int) -> Floats:
@@ -275,16 +280,16 @@ def _token_difference(
         actual: the newly computed vectors.
         row: the position of the text in both.
     """
-    left = expected.rows(row).float()
-    right = actual.rows(row).float()
-    if left.shape != right.shape:
-        return float("inf")
-    if torch.equal(left, right):
+    stored_tokens = expected.rows(row).float()
+    new_tokens = actual.rows(row).float()
+    if stored_tokens.shape != new_tokens.shape:
+        return float("inf")  # another number of tokens
+    if torch.equal(stored_tokens, new_tokens):
         return None
-    return float((left - right).abs().max())
+    return float((stored_tokens - new_tokens).abs().max())
 
 
-def _changes(
+def _describe_changes(
     manifest: Manifest,
     fingerprint: str | None,
     environment: Mapping[str, str],

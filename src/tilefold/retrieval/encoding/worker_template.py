@@ -88,8 +88,8 @@ class WorkerTemplate:
             daemon=True,
         )
         with requests_of_template, warnings.catch_warnings(), fork_lock:
-            # Python warns that a fork of a process with threads may deadlock. See above why this
-            # one does not.
+            # Python warns that a fork of a process with threads may deadlock. The template is
+            # forked before these threads have work, and while none of them holds `fork_lock`.
             warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
             self._process.start()
 
@@ -100,8 +100,8 @@ class WorkerTemplate:
             number: number of the worker, which no running worker has.
 
         Returns:
-            The connection to the worker. It ends if the worker ends or cannot be started;
-            :meth:`end_worker` tells why.
+            The connection to the worker. It ends if the worker ends or cannot be started.
+            :meth:`end_worker` then returns the exit code, or raises the error.
 
         Raises:
             WorkerError: if the template has ended.
@@ -200,8 +200,8 @@ def _set_signal_handlers() -> None:
     """Replace the signal handlers of the parent, in the template and so in its workers.
 
     A handler of the parent may raise an exception, or ignore the signal. A worker that is killed
-    by SIGTERM would then have another exit code, so that the page that it decodes would be at
-    fault. If SIGCHLD is ignored, the system drops the exit codes of workers.
+    by SIGTERM would then have another exit code, and the page that it decodes would be blamed. If
+    SIGCHLD is ignored, the system drops the exit codes of workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -229,7 +229,9 @@ class _ForkedWorkers:
             number: number of the worker.
             connection: the worker's end of its connection to the parent.
         """
-        with connection:  # this process closes it, so that the death of the worker ends it
+        with (
+            connection
+        ):  # this process closes its copy, so that the connection ends with the worker
             try:
                 process_id = os.fork()
             except OSError as error:
@@ -240,7 +242,12 @@ class _ForkedWorkers:
             self._process_ids[number] = process_id
 
     def _run(self, number: int, connection: Connection) -> NoReturn:
-        """Run in the new process, and end it."""
+        """Run the worker in the new process, and end the process.
+
+        Args:
+            number: number of the worker.
+            connection: the worker's end of its connection to the parent.
+        """
         exit_code = 1
         try:
             self._requests.close()

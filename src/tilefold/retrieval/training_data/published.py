@@ -60,10 +60,12 @@ class _Columns:
             relevant: whether the document is relevant.
 
         Raises:
-            ValueError: if only this row, or only earlier ones, have a score.
+            ValueError: if this row has a score and earlier rows have none, or the reverse.
         """
         is_first_row = not self.query_numbers
-        if not is_first_row and (score is None) != (not self.scores):
+        has_score = score is not None
+        earlier_rows_have_scores = bool(self.scores)
+        if not is_first_row and has_score != earlier_rows_have_scores:
             raise ValueError(_describe_mixed_scores(document_id, score))
         document = self.number_of_document.setdefault(document_id, len(self.number_of_document))
         query = self.number_of_query.setdefault(query_id, len(self.number_of_query))
@@ -120,10 +122,13 @@ def _group_by_query(columns: _Columns) -> dict[str, Any]:
     document_numbers = np.frombuffer(columns.document_numbers, np.int32)
     is_relevant = np.frombuffer(columns.relevant, np.bool_)
     n_documents = len(columns.number_of_document)
+    # a number for each pair of a query and a document
     pair_keys = query_numbers.astype(np.int64) * n_documents + document_numbers
     _, first_rows, pair_of_row = np.unique(pair_keys, return_index=True, return_inverse=True)
-    pair_is_relevant: npt.NDArray[np.bool_] = np.bincount(pair_of_row, is_relevant) > 0
-    # Pairs by query, and within a query in the order of their first rows.
+    # A pair is relevant if any of its rows is.
+    n_relevant_rows = np.bincount(pair_of_row, is_relevant)
+    pair_is_relevant: npt.NDArray[np.bool_] = n_relevant_rows > 0
+    # pairs by query, and within a query in the order of their first rows
     order = np.lexsort((first_rows, query_numbers[first_rows]))
     rows = first_rows[order]
     row_counts = np.bincount(query_numbers[rows], minlength=len(columns.number_of_query))
@@ -157,7 +162,7 @@ def _describe_mixed_scores(document_id: str, score: float | None) -> str:
 
 def _parse_line(line: str) -> tuple[str, Iterator[_PublishedRow]]:
     """Return the query id of a line, and the rows of its documents."""
-    value = _fields_of(line)
+    value = _parse_values(line)
     if isinstance(value, dict):
         return _check_id(value["qid"]), _rows_of_lists(value["pos"], value["neg"])
     query, *documents = value
@@ -166,14 +171,14 @@ def _parse_line(line: str) -> tuple[str, Iterator[_PublishedRow]]:
     return _check_id(query), _rows_relevant_first(documents)
 
 
-def _fields_of(line: str) -> Any:
+def _parse_values(line: str) -> Any:
     """Return the JSON value of a line, or the three ids of a line with tabs."""
     if line[0] in "[{":
         return json.loads(line)
-    fields = line.rstrip("\r\n").split("\t")
-    if len(fields) != _N_TRIPLE_FIELDS:
-        raise ValueError(f"{len(fields)} fields")
-    return fields
+    ids = line.rstrip("\r\n").split("\t")
+    if len(ids) != _N_TRIPLE_FIELDS:
+        raise ValueError(f"{len(ids)} fields")
+    return ids
 
 
 def _rows_of_lists(positives: Any, negatives: Any) -> Iterator[_PublishedRow]:
