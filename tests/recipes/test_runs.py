@@ -832,7 +832,9 @@ def test_one_of_two_gpus_is_used_and_the_log_says_how_to_use_both(
 ) -> None:
     # On the CPU, Trainer takes as many devices as torch counts GPUs unless `use_cpu` is set.
     arguments = _trainer._common_arguments
-    monkeypatch.setattr(_trainer, "_common_arguments", lambda job: arguments(job) | {"use_cpu": False})
+    monkeypatch.setattr(
+        _trainer, "_common_arguments", lambda job: arguments(job) | {"use_cpu": False}
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn, "DataParallel", ForbiddenDataParallel)
     result = train(replace(recipe, max_steps=2, fused=fused), collection, tmp_path / "model")

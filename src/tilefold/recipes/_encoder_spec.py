@@ -24,8 +24,8 @@ class Base:
         max_length: maximum number of tokens per text; saved with the model.
         texts: sample documents, for the decoder bias of ``"minilm"`` and for document frequencies.
         seed: seed of new parameters and of samples.
-        start_percentile: initial decoder bias of ``"minilm"``, see
-            :func:`tilefold.recipes.minilm_splade`.
+        start_percentile: percentile of the untrained logits from which the initial decoder bias of
+            ``"minilm"`` is computed (:func:`tilefold.recipes.minilm_splade`).
         vocab_size: vocabulary size of the encoder that is built first; 0 while it is built.
         network: ``Transformer`` of the encoder that is built first. The second encoder may share
             it, or take its tokenizer.

@@ -483,7 +483,7 @@ class Reader:
     tokenizer does not have to read the rest.
 
     Args:
-        columns: columns of all rows, as in :class:`Examples`.
+        columns: name -> column of all rows: texts as :class:`Column`, or scores.
         model: model that is trained.
         digest: digest of the rows, which identifies the reader in caches of ``datasets``.
     """

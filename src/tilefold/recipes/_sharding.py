@@ -98,8 +98,8 @@ class ShardedModel:
                 mp_policy=policy,
                 ignored_params=vocabulary_parameters,
             )
-            # The module now has copies of its shards. Its former parameters are those of the plain
-            # model, whose complete weights are moved to the CPU.
+            # The module now has shards of its own. Only the plain model still has the former
+            # parameters, whose complete weights are moved to the CPU.
             for parameter in parameters:
                 parameter.data = cpu_weights[id(parameter)]
         # The parameters of a split vocabulary were not moved in the loop above.

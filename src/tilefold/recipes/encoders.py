@@ -155,8 +155,8 @@ def _build_both(
 ) -> tuple[list[Module], list[Module]]:
     """Build a query encoder and a document encoder with one vocabulary.
 
-    The encoder with a network is built first, because the other one may need that network or its
-    tokenizer. If both have one, the document encoder is first.
+    The encoder with a network is built first, because the other encoder may need the network or
+    its tokenizer. If both encoders have a network, the document encoder is first.
 
     Args:
         query: spec of the query encoder.
@@ -182,19 +182,19 @@ def _build_both(
         )
     if document.has_network:
         document_modules = document.build(base)
-        query_modules = query.build(_for_second_encoder(base, document_modules))
+        query_modules = query.build(_base_of_second_encoder(base, document_modules))
     else:
         query_modules = query.build(base)
-        document_modules = document.build(_for_second_encoder(base, query_modules))
+        document_modules = document.build(_base_of_second_encoder(base, query_modules))
     _check_one_vocabulary(query_modules, document_modules)
     return query_modules, document_modules
 
 
-def _for_second_encoder(base: Base, modules: list[Module]) -> Base:
-    """Return the base of the second encoder, which may reuse the first encoder's network.
+def _base_of_second_encoder(base: Base, modules: list[Module]) -> Base:
+    """Return the settings of the second encoder, which may reuse the first encoder's network.
 
     Args:
-        base: base of the first encoder.
+        base: settings of the first encoder.
         modules: modules of the first encoder, from the network to the pooling.
     """
     network, pooling = modules[0], modules[-1]

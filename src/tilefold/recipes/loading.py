@@ -128,7 +128,8 @@ def load_saved(name_or_path: str, kind: str, dtype: Dtype = "auto") -> Model:
 
     Args:
         name_or_path: a folder or a Hugging Face name.
-        kind: kind of the model, see :func:`saved_kind`.
+        kind: kind of the model: ``"sparse"``, ``"multi-vector"``, ``"dense"``, ``"cross-encoder"``,
+            or ``"backbone"`` for a masked language model.
         dtype: the dtype in which the model computes, see
             :func:`tilefold.integrations.sentence_transformers.set_precision`. By default bf16 on
             GPUs that have it, and fp32 elsewhere.

@@ -86,8 +86,8 @@ class LsrRecipe(Recipe):
         frozen_layers: number of lowest layers to freeze, together with the embeddings and an LM
             head that is tied to them. Frozen layers need no backward pass. 0 trains everything.
             Needs one encoder for both sides.
-        start_percentile: initial decoder bias of ``"minilm"``, see
-            :func:`tilefold.recipes.minilm_splade`.
+        start_percentile: percentile of the untrained logits from which the initial decoder bias of
+            ``"minilm"`` is computed (:func:`tilefold.recipes.minilm_splade`).
         group_by_length: whether batches have documents of similar length, with little padding.
         split_vocabulary: whether a rank also computes only the scores of its part of the
             vocabulary, so that no rank ever has the whole head. Needs ``fsdp`` and ``fused``, and a

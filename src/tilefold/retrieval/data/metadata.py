@@ -356,7 +356,7 @@ def _stored_value(value: object) -> object:
     if isinstance(value, list | tuple):
         items = list(itertools.islice(_stored_items(value), _LONGEST_LIST + 1))
         is_too_long = len(items) > _LONGEST_LIST
-        # Filters compare the values of a list only with texts, integers and booleans.
+        # Filters do not match lists of floats.
         has_floats = any(isinstance(item, float) for item in items)
         if is_too_long or has_floats:
             return None

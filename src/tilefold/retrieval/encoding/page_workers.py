@@ -273,11 +273,16 @@ class FeatureCollector:
         self._failures: dict[int, Exception] = {}
 
     def add(self, part: PreparedPages) -> None:
-        """Copy the features of a part, and note which of its pages have failed."""
+        """Copy the features of the next part of the batch, and record which of its pages failed.
+
+        Args:
+            part: features of the part's pages in groups, and errors of the other pages.
+        """
         self._failures.update(part.failures)
         self._n_expected -= len(part.failures)
         for positions, features in part.groups:
-            if not (self._groups and self._groups[-1].accepts(positions, features)):
+            fits_last_group = self._groups and self._groups[-1].accepts(positions, features)
+            if not fits_last_group:
                 group = _FeatureGroup(positions, features, self._n_expected, self._pin_memory)
                 self._groups.append(group)
             self._groups[-1].append(positions, features)
@@ -330,7 +335,9 @@ class _FeatureGroup:
         }
 
     def accepts(self, positions: Sequence[int], features: Mapping[str, Any]) -> bool:
-        """Return whether features can be appended: whether they have the shapes of the others.
+        """Return whether features can be appended, because only their numbers of pages differ.
+
+        All other sizes, the number types and the features that are not tensors must be equal.
 
         Args:
             positions: positions of further pages.
@@ -348,7 +355,12 @@ class _FeatureGroup:
         )
 
     def append(self, positions: Sequence[int], features: Mapping[str, Any]) -> None:
-        """Copy features, which must be the first ones or accepted."""
+        """Copy the features of further pages.
+
+        Args:
+            positions: positions of the pages.
+            features: their features. :meth:`accepts` is true for them, or they are the first ones.
+        """
         start = len(self.positions)
         self.positions.extend(positions)
         for name, value in _tensors_of(features).items():

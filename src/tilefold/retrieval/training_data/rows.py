@@ -83,7 +83,10 @@ class _IdColumn(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The n training rows of one query, with columns ``[n]`` as in :class:`TrainingRows`."""
+    """The n training rows of one query: documents, and columns ``[n]`` of ranks and scores.
+
+    The attributes have the same meaning as those of :class:`TrainingRows`.
+    """
 
     query: str
     documents: list[str]
