@@ -400,8 +400,8 @@ def _read_keys(file: Path, size: int, fields: DocumentFields) -> _FileKeys:
     id_key_parts = [no_keys]
     text_key_parts = [no_keys]
     digest = TextsDigest()
-    # hashlib releases the GIL, so that a thread can compute the digest of a range of lines while the
-    # next range is read. At most one range waits for the thread.
+    # hashlib releases the GIL, so that a thread can compute the digest of a range of lines while
+    # the next range is read. At most one range waits for the thread.
     with ThreadPoolExecutor(1) as executor:
         pending: Future[None] | None = None  # the digest of the range before
         for lines in all_lines(file, size, fields):
