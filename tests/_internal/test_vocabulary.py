@@ -200,7 +200,7 @@ def test_the_server_refuses_ids_without_a_token(
 
 def test_a_server_text_of_a_term_is_never_that_of_another() -> None:
     text = TextTokens(gapped_tokenizer())
-    assert len({text.token(term) for term in range(TERMS)}) == TERMS
+    assert len({text.term_name(term) for term in range(TERMS)}) == TERMS
 
 
 def test_a_static_query_has_a_weight_for_the_largest_id() -> None:

@@ -51,8 +51,8 @@ class DocumentBody(StrictBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_field_of_the_id(cls, fields: Any) -> Any:
-        """Raise ``ValueError`` for ``_id``, as the id is called in files of documents."""
+    def _refuse_field_named_like_in_files(cls, fields: Any) -> Any:
+        """Raise ``ValueError`` if the id is called ``_id``, as in files of documents."""
         if isinstance(fields, dict) and "_id" in fields and "id" not in fields:
             raise ValueError("expected the id as `id`, got `_id`; rename the field")
         return fields

@@ -93,8 +93,8 @@ def create_app(
 ) -> FastAPI:
     """Create the application of a service. The service starts and ends with the application.
 
-    The routes of text-embeddings-inference exist three times: for the default side, below
-    ``/query`` and below ``/document``.
+    The routes of text-embeddings-inference exist three times: below ``/query`` they encode texts as
+    queries, below ``/document`` as documents, and without a prefix as the service's default.
 
     Args:
         service: service that answers requests.
@@ -103,8 +103,8 @@ def create_app(
         admin_key: key that requests must have to change what is served, such as ``/admin/reload``;
             ``None`` refuses them all. The other key is no substitute.
         local: whether to refuse requests whose header Host is another machine's domain name. A
-            server without a key on the loopback address needs it: a page of another site could
-            otherwise reach the server by a domain name of that site.
+            server without a key on the loopback address needs this check: a page of another site
+            could otherwise reach the server by a domain name of that site.
         origins: sites whose pages may read responses in a browser (CORS), such as
             ``https://example.org``. ``*`` means all sites.
 
@@ -139,8 +139,8 @@ def create_app(
         app.include_router(router, prefix=prefix)
         endpoints.update(_post_endpoints(prefix, router))
     _add_docs(app)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _failed)
+    app.add_exception_handler(HTTPException, _http_error_response)
+    app.add_exception_handler(Exception, _internal_error_response)
     app.outer = _Guard(
         functools.partial(FastAPI.__call__, app),
         endpoints,
@@ -226,11 +226,11 @@ class _App(FastAPI):
             await super().__call__(scope, receive, send)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error_response(request: Request, error: Exception) -> Response:
     """Answer a request for an unknown route or method in the format of other errors.
 
     Args:
-        request: not used.
+        request: the request, whose path decides on the format.
         error: the error of FastAPI, with a status.
     """
     status = getattr(error, "status_code", 500)
@@ -244,8 +244,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return _error_response(error_of_route, request.scope, headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """Answer a request whose handler raised an unexpected error."""
+async def _internal_error_response(request: Request, error: Exception) -> Response:
+    """Answer a request whose handler raised an unexpected error, without details of the error."""
     internal_error = ServeError("Backend", "internal error; the log says why", status=500)
     return _error_response(internal_error, request.scope)
 
@@ -349,7 +349,7 @@ class _Guard:
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
             if not response_started:
-                response = await _failed(Request(scope), error)
+                response = await _internal_error_response(Request(scope), error)
                 await response(scope, receive, send_with_headers)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

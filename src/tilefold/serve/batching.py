@@ -105,10 +105,10 @@ class InputLimit:
 
     @contextmanager
     def acquire(self, n_inputs: int) -> Iterator[None]:
-        """Hold permits for several inputs, either for all or for none.
+        """Count several inputs as in use while the context is open, either all of them or none.
 
         Raises:
-            ServeError: if there are not enough permits.
+            ServeError: if more inputs than the limit would be in use.
         """
         if self.in_use + n_inputs > self.total:
             raise ServeError("Overloaded", "Model is overloaded")
@@ -168,9 +168,10 @@ class _TokenBudget:
         if self._single_seconds is None:  # the target duration is not known yet
             return
         target_seconds = _SHORT_BATCH_RATIO * self._single_seconds
-        speed = target_seconds / max(seconds, _MIN_BATCH_SECONDS)  # at least 1 if fast enough
-        target_tokens = max(1, int(tokens * min(speed, _MAX_GROWTH)))
-        if speed >= 1:
+        # By this factor the batch could have been longer, if its duration grew with its tokens.
+        possible_growth = target_seconds / max(seconds, _MIN_BATCH_SECONDS)
+        target_tokens = max(1, int(tokens * min(possible_growth, _MAX_GROWTH)))
+        if possible_growth >= 1:
             short_limit = max(self._short_limit, target_tokens)
         else:
             short_limit = min(self._short_limit, target_tokens)
@@ -265,6 +266,8 @@ class BatchWorker:
         with self._ready:
             if self._closed:
                 raise ServeError("Unhealthy", "the service is closing")
+            # Lower numbers run first. Later inputs of a request give way to the requests that
+            # arrive during the next batches.
             priority = self._n_batches + _BATCHES_PER_POSITION * position
             entry = _QueueEntry(key, payload, tokens, future, priority)
             if not multi_input:
@@ -347,7 +350,7 @@ class BatchWorker:
         started = time.perf_counter()
         results = self._run_or_halve(batch)
         inference = time.perf_counter() - started
-        is_function = padded_tokens == 0  # whose duration tells nothing about tokens
+        is_function = padded_tokens == 0  # the duration of a function says nothing about tokens
         if not is_function and multi_input:
             self._budget.learn_from_multi_batch(padded_tokens, inference)
         elif not is_function:
@@ -561,7 +564,13 @@ class _LabelCollector:
     """Gauge with the value 1, whose label changes; for prometheus_client."""
 
     def __init__(self, name: str, label: str, value: Callable[[], str]) -> None:
-        """Create a gauge; see :meth:`Metrics.label`."""
+        """Create a gauge.
+
+        Args:
+            name: name of the gauge.
+            label: name of its label.
+            value: function that returns the current value of the label.
+        """
         self._name = name
         self._label = label
         self._value = value
@@ -638,8 +647,8 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the counters and histograms for prometheus_client.
 
-        Its registry calls this method for each request of ``/metrics``. Values are copied first, so
-        that other threads wait for the copy only.
+        The registry of that library calls this method for each request of ``/metrics``. Values are
+        copied first, so that other threads wait for the copy only.
         """
         with self._lock:
             counts = {name: dict(by_label) for name, by_label in self._counts.items()}
@@ -647,8 +656,8 @@ class Metrics:
                 name: (list(histogram.counts), histogram.total)
                 for name, histogram in self._histograms.items()
             }
-        for name, (text, labels) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=labels)
+        for name, (help_text, labels) in _COUNTERS.items():
+            counter = CounterMetricFamily(name, help_text, labels=labels)
             for label_values, value in counts[name].items():
                 counter.add_metric(label_values, value)
             yield counter
@@ -656,8 +665,8 @@ class Metrics:
             bounds = map(floatToGoString, self._histograms[name].bounds)
             # Prometheus expects cumulative counts: the number of values up to each bound.
             buckets = list(zip(bounds, itertools.accumulate(bucket_counts), strict=True))
-            text, _ = _HISTOGRAMS[name]
-            yield HistogramMetricFamily(name, text, buckets, total)
+            help_text, _ = _HISTOGRAMS[name]
+            yield HistogramMetricFamily(name, help_text, buckets, total)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format.

@@ -85,8 +85,8 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A generation that was opened and is not served yet.
+class _OpenedGeneration:
+    """A generation of the index that was opened and is not served yet.
 
     Attributes:
         generation: the generation.
@@ -180,7 +180,7 @@ class IndexFollower:
         self._is_reload_requested = True
 
     async def reload(self) -> Searchable:
-        """Open the current generation, and let it take over.
+        """Open the current generation (committed state) of the index, and let it take over.
 
         It is opened even if it is the served one, because the documents and vectors that belong to
         the index may have changed.
@@ -209,7 +209,7 @@ class IndexFollower:
                 self._log_watch_failure(error)
 
     async def _check_folder(self) -> None:
-        """Open the current generation if a reload was requested, or if it is a new one."""
+        """Open the current state of the index if a reload was requested, or if it is a new one."""
         must_open = self._is_reload_requested
         self._is_reload_requested = False
         if not must_open and self.source.watch_seconds > 0:
@@ -237,7 +237,8 @@ class IndexFollower:
     def _has_new_generation(self) -> bool:
         """Return whether the folder has a generation that is neither served nor refused.
 
-        A refused generation counts as new again after ``_RETRY_SECONDS``.
+        A generation is a committed state of the index. One that was refused, for example because
+        the memory was too small, counts as new again after ``_RETRY_SECONDS``.
         """
         try:
             current = read_generation(self.source.path).id
@@ -254,7 +255,10 @@ class IndexFollower:
         return time.monotonic() - refusal.time > _RETRY_SECONDS
 
     async def _open_and_replace(self) -> Searchable:
-        """Open the current generation, search it once, and let it take over.
+        """Open the current generation of the index, search it once, and let it take over.
+
+        A generation is a committed state of the index. If the current one cannot be opened and
+        searched, it is refused, and the served one stays.
 
         Raises:
             ServeError: if the generation is refused.
@@ -295,11 +299,11 @@ class IndexFollower:
         )
         return opened.searchable
 
-    def _open(self) -> _Opened:
+    def _open(self) -> _OpenedGeneration:
         """Open the current generation completely; runs in a thread."""
         return open_current(self.source.path, self._check_and_open)
 
-    def _check_and_open(self, generation: IndexGeneration) -> _Opened:
+    def _check_and_open(self, generation: IndexGeneration) -> _OpenedGeneration:
         """Check the memory and the checksums of a generation, and open it.
 
         Args:
@@ -308,13 +312,13 @@ class IndexFollower:
         self._check_memory()
         files = verify_files(self.source.path, self._verified_files)
         searchable = self.source.open(self.served, generation.id)
-        return _Opened(generation, searchable, files)
+        return _OpenedGeneration(generation, searchable, files)
 
     def _check_memory(self) -> None:
-        """Raise ``MemoryError`` if the memory is too small for two generations.
+        """Raise ``MemoryError`` if the memory is too small for two generations of the index.
 
-        The served generation stays in memory until its last request ends. Parts that both have are
-        in memory once.
+        The served generation stays in memory until its last request ends, next to the new one.
+        Segments that both have are in memory once.
         """
         gpus = gpus_of(self.served.index)
         needed = opening_memory(
@@ -335,12 +339,12 @@ class IndexFollower:
             raise MemoryError(_memory_message("GPU memory", needed.device_bytes, free_bytes))
 
     async def _search_once(self, searchable: Searchable) -> None:
-        """Search a generation, so that no request waits for its initialisation.
+        """Search an opened index, so that no request waits for its initialisation.
 
-        Models that are not served yet are initialised before.
+        Models that are not served yet encode some texts first.
 
         Args:
-            searchable: the generation, which is not served yet.
+            searchable: the generation of the index, with its models, which is not served yet.
         """
         service = self.service
         for model in searchable.models:
@@ -348,16 +352,17 @@ class IndexFollower:
                 await service.run_in_background(service.warm_up_model, model)
         encoder = searchable.encoder
         if encoder is not None and encoder in self.served.models:
-            row = await service.run_on_device(encoder, searchable.encode_probe)
+            # Only the batch worker may use a model that is served.
+            encoded_word = await service.run_on_device(encoder, searchable.encode_probe)
         else:
-            row = await service.run_in_background(searchable.encode_probe)
-        await service.run_search(searchable.search_probe, row)
+            encoded_word = await service.run_in_background(searchable.encode_probe)
+        await service.run_search(searchable.search_probe, encoded_word)
 
     def _refuse(self, generation: IndexGeneration | None, error: BaseException) -> None:
         """Record that a generation does not take over, and log it the first time.
 
         Args:
-            generation: the generation; ``None`` if it could not be read.
+            generation: the refused state of the index; ``None`` if it could not be read.
             error: what was wrong.
         """
         refusal = Refusal(None if generation is None else generation.id, _reason(error))
@@ -432,10 +437,10 @@ def _kind_and_model(searchable: Searchable) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error's message without its final period.
+    """Describe an error as a part of a sentence: its first line, without the final period.
 
-    The result is a part of a sentence. It is the name of the error's class if there is no message.
-    The message of torch for missing GPU memory does not say what to do, so it gets another one.
+    An error without a message is described by the name of its class. torch's message for missing
+    GPU memory does not say what to do, so that another one replaces it.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return (

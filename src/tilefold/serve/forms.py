@@ -71,10 +71,10 @@ def form_boundary(content_type: bytes) -> bytes | None:
 
 
 def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
-    """Return the fields of a form, as the JSON of a body has them.
+    """Return the fields of a form with the types that they have in a JSON body.
 
-    A file is an image. Of the fields ``inputs``, ``texts`` and ``documents``, a form may have
-    several parts, whose values are a list.
+    A part that is a file becomes an image. The fields ``inputs``, ``texts`` and ``documents`` may
+    have several parts each, whose values become a list.
 
     Args:
         body: the body of the request.
@@ -88,8 +88,8 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
             several parts of a field that is no list (422).
     """
     values: dict[str, list[str | ImageData]] = {}
-    for part in _parts(body, boundary):
-        values.setdefault(part.name, []).append(_value(part))
+    for part in _split_parts(body, boundary):
+        values.setdefault(part.name, []).append(_part_value(part))
     fields: dict[str, Any] = {}
     for name, field_values in values.items():
         if name in _LIST_FIELDS:
@@ -116,8 +116,8 @@ def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "properties": properties}
 
 
-def _value(part: _Part) -> str | ImageData:
-    """Return the value of a part."""
+def _part_value(part: _Part) -> str | ImageData:
+    """Return the image or the text of a part."""
     if part.is_file:
         if not part.content:
             raise empty_input_error(part.name)
@@ -128,22 +128,25 @@ def _value(part: _Part) -> str | ImageData:
         raise _malformed(f"the part {part.name!r} is not UTF-8") from None
 
 
-def _parts(body: bytes, boundary: bytes) -> list[_Part]:
+def _split_parts(body: bytes, boundary: bytes) -> list[_Part]:
     """Divide a form into its parts.
 
     Args:
         body: the body of the request.
-        boundary: the boundary, which two hyphens precede in the body.
+        boundary: the boundary. In the body it follows a line break and two hyphens, and two more
+            hyphens follow the last one.
     """
     delimiter = b"\r\n--" + boundary
-    max_pieces = _MAX_PARTS + 1  # what follows the last boundary is a piece, too
-    # The line break before the first delimiter may be missing. What precedes it is ignored.
+    max_pieces = _MAX_PARTS + 1  # the text after the last boundary is a piece, too
+    # A body may begin with a boundary. A line break is put before it, so that the first piece is
+    # always the text before the first boundary, which is ignored.
     _, *pieces = (b"\r\n" + body).split(delimiter, max_pieces + 1)
     if len(pieces) > max_pieces:
         raise invalid_input_error(f"expected at most {_MAX_PARTS} parts in a form")
-    for number, piece in enumerate(pieces):
-        if piece.startswith(b"--"):  # the last boundary; what follows is ignored
-            return [_parse_part(earlier) for earlier in pieces[:number]]
+    for position, piece in enumerate(pieces):
+        follows_last_boundary = piece.startswith(b"--")
+        if follows_last_boundary:
+            return [_parse_part(part) for part in pieces[:position]]
     raise _malformed("its last boundary is missing")
 
 
@@ -151,7 +154,8 @@ def _parse_part(piece: bytes) -> _Part:
     """Parse the headers of a part.
 
     Args:
-        piece: the bytes between two boundaries, beginning with the rest of the line of the first.
+        piece: the bytes between two boundaries. They begin with the rest of the line of the first
+            boundary, which may have spaces only.
     """
     rest_of_line, line_break, lines = piece.partition(b"\r\n")
     head, blank_line, content = lines.partition(b"\r\n\r\n")

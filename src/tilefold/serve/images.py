@@ -58,7 +58,8 @@ def count_pixels(data: ImageData, max_pixels: int) -> int:
         max_pixels: largest number of pixels.
 
     Raises:
-        ServeError: as :func:`decode_image`.
+        ServeError: with status 415 for another format, 413 for too many pixels, and 422 for a
+            damaged image.
     """
     with _open_image(data, max_pixels) as image:
         n_pixels: int = image.width * image.height
@@ -92,7 +93,8 @@ def _open_image(data: ImageData, max_pixels: int) -> Iterator[Image]:
         max_pixels: largest number of pixels.
 
     Raises:
-        ServeError: as :func:`decode_image`, also for an error within the context.
+        ServeError: with status 415 for another format, 413 for too many pixels, and 422 for a
+            damaged image, also if an error within the context shows the damage.
     """
     pillow: Any = require("PIL.Image", "Pillow", "an image", extra="pages")
     try:

@@ -150,7 +150,7 @@ class TextTokens:
         self.check_ids(ids)
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def token(self, term: int) -> str:
+    def term_name(self, term: int) -> str:
         """Return the name of a term: its token, or a name that no other term has."""
         return self.term_names[term]
 
@@ -201,7 +201,7 @@ def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[d
         A dictionary for each token: its id, its text, whether it is special, and its start and
         stop. Special tokens such as ``[CLS]`` are not part of the text, and have no offsets.
     """
-    rows = zip(
+    tokens = zip(
         encoding.ids,
         encoding.tokens,
         encoding.special_tokens_mask,
@@ -216,20 +216,20 @@ def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[d
             "start": None if is_special else offsets[start],
             "stop": None if is_special else offsets[stop],
         }
-        for token_id, token, is_special, (start, stop) in rows
+        for token_id, token, is_special, (start, stop) in tokens
     ]
 
 
 def _byte_offsets(text: str) -> Sequence[int]:
     """Return the offsets of each code point and of the end of a text in its UTF-8 bytes."""
-    if text.isascii():
+    if text.isascii():  # one byte per code point
         return range(len(text) + 1)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    # Code points above these limits have a second, third and fourth byte in UTF-8.
-    sizes = np.ones(len(code_points), np.int64)
-    for limit in (0x7F, 0x7FF, 0xFFFF):
-        sizes += code_points > limit
-    return [0, *np.cumsum(sizes).tolist()]
+    # A code point has one byte in UTF-8, and another one for each of these values that it exceeds.
+    byte_counts = np.ones(len(code_points), np.int64)
+    for largest in (0x7F, 0x7FF, 0xFFFF):
+        byte_counts += code_points > largest
+    return [0, *np.cumsum(byte_counts).tolist()]
 
 
 class BatchKey(NamedTuple):
@@ -325,8 +325,12 @@ class Served:
         }
 
     def _sample_call(self, side: Side) -> TokenizerCall:
-        """Preprocess a text to learn how the model calls its tokenizer for queries or documents."""
-        with counting_truncation() as counts:
+        """Preprocess a text to learn how the model calls its tokenizer for queries or documents.
+
+        The options of that call, such as the largest number of tokens, are not stored anywhere else
+        in the model.
+        """
+        with counting_truncation() as counts:  # records the calls of tokenizers
             self.model.preprocess(["a"], task=side)
         return counts.calls[-1] if counts.calls else TokenizerCall(1, (), None)
 
@@ -343,9 +347,9 @@ class Served:
         return self.kind == "multi-vector" and encodes_images(self.model)
 
     def image_tokens(self, image: ImageInput) -> int:
-        """Return the number of tokens of an image, without preprocessing it. Any thread may call.
+        """Return the number of tokens of an image from its size, without preprocessing it.
 
-        transformers computes it for vLLM, from the size of the image.
+        Any thread may call this. The method of transformers was added for vLLM.
 
         Raises:
             ServeError: if the model refuses images of this size, for example very narrow ones.
@@ -451,7 +455,7 @@ class Served:
         default_truncation_side = tokenizer.truncation_side
         tokenizer.truncation_side = key.truncation_side
         try:
-            with nullcontext() if key.normalize else _unnormalized(self.model):
+            with nullcontext() if key.normalize else _without_normalization(self.model):
                 return encode_kind[self.kind](key, inputs)
         finally:
             tokenizer.truncation_side = default_truncation_side
@@ -475,15 +479,15 @@ class Served:
             convert_to_tensor=True,
             convert_to_sparse_tensor=False,
         )
-        return _matrix_rows(matrix)
+        return _sparse_rows_of(matrix)
 
     def _accelerated_sparse_rows(self, key: BatchKey, texts: Sequence[str]) -> list[Row]:
-        """Encode texts with an accelerated model to packed sparse rows.
+        """Encode texts with an accelerated model, whose sparse vectors are packed (CSR).
 
-        No matrix ``[B, V]`` is created, which would take longer than copying the rows.
+        No matrix ``[B, V]`` is created, which would take longer than copying the active terms.
 
         Args:
-            key: the encoding of the batch: side, prompt and truncation.
+            key: how all texts are encoded: their side, prompt and truncation.
             texts: the texts.
         """
         model: Any = self.model
@@ -505,15 +509,15 @@ class Served:
         key: BatchKey,
         inputs: Sequence[Sequence[int]],
     ) -> list[Row]:
-        """Encode lists of token ids with the model's modules to sparse rows.
+        """Encode lists of token ids, by calling the model's modules, to sparse vectors.
 
         Args:
-            key: the encoding of the batch: side and truncation.
+            key: how all inputs are encoded: their side and truncation.
             inputs: lists of token ids.
         """
         features = self._forward_token_ids(key, inputs)
-        rows = _matrix_rows(features["sentence_embedding"].to_dense().float().cpu())
-        # limited as by ``encode`` of sentence-transformers, which was not called
+        rows = _sparse_rows_of(features["sentence_embedding"].to_dense().float().cpu())
+        # `encode` of sentence-transformers, which would limit the terms, was not called.
         max_terms = self.model.max_active_dims
         return [keep_largest(row, max_terms, threshold=None) for row in rows]
 
@@ -550,7 +554,7 @@ class Served:
         """
         if key.has_token_ids:
             embeddings = self._forward_token_ids(key, inputs)["sentence_embedding"]
-            # truncated as by ``encode`` of sentence-transformers, which was not called
+            # `encode` of sentence-transformers, which would truncate vectors, was not called.
             encoded = embeddings[:, : self.model.truncate_dim].float().cpu().numpy()
         else:
             encoded = encode_with_model_method(
@@ -600,8 +604,8 @@ def _runs_packed(module: torch.nn.Module) -> bool:
     return isinstance(vars(module).get("preprocess"), PackedInputs)
 
 
-def _matrix_rows(matrix: torch.Tensor) -> list[Row]:
-    """Return the sparse rows of a dense matrix ``[B, V]``."""
+def _sparse_rows_of(matrix: torch.Tensor) -> list[Row]:
+    """Return the non-zero entries of each row of a dense matrix ``[B, V]``."""
     vectors = SparseVectors.from_torch([str(row) for row in range(len(matrix))], matrix)
     return split_rows(vectors.indptr.tolist(), vectors.indices, vectors.data)
 
@@ -640,7 +644,7 @@ def _check_finite(rows: list[torch.Tensor], content: str) -> None:
 
 
 @contextmanager
-def _unnormalized(model: Model) -> Iterator[None]:
+def _without_normalization(model: Model) -> Iterator[None]:
     """Skip the ``Normalize`` modules at the end of a model while the context is open.
 
     Their ``forward`` methods are replaced by a function that returns its input. ``Normalize``
@@ -652,7 +656,8 @@ def _unnormalized(model: Model) -> Iterator[None]:
         if type(module).__name__ != "Normalize":
             break
         skipped.append(module)
-    # Forwards that the instances have themselves, as those of invariant models.
+    # A forward that was set on the instance, as `accelerate(invariant=True)` does, must be set
+    # again afterwards. It is None for a module with the method of its class.
     replaced_forwards = [vars(module).get("forward") for module in skipped]
     graphs = graphs_of(model)
     without_graphs: AbstractContextManager[None] = nullcontext()

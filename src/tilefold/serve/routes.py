@@ -163,7 +163,7 @@ class Routes:
             "/embeddings": openai,
         }
 
-    def _options(self, body: bodies.Encoded, normalize: bool = True) -> EncodeOptions:
+    def _encode_options(self, body: bodies.Encoded, normalize: bool = True) -> EncodeOptions:
         """Return the options with which the inputs of a body are encoded.
 
         Args:
@@ -205,7 +205,7 @@ class Routes:
         """
         service = self.service
         model = service.model(kind)
-        service.metrics.count("te_request_count", method=_single_or_batch(inputs))
+        service.metrics.count("te_request_count", method=_method_label(inputs))
         with service.acquire_inputs(inputs, name):
             if any(isinstance(item, list) for item in inputs):
                 key = model.batch_key(options.side, options.prompt_name)
@@ -256,17 +256,17 @@ class Routes:
             size: function that returns the number of values in a row.
             normalize: whether a dense model normalises its vectors.
         """
-        outcome = await self._encode(kind, body.inputs, self._options(body, normalize))
+        outcome = await self._encode(kind, body.inputs, self._encode_options(body, normalize))
         row_jsons = await self.service.map_items(outcome.rows, serialize, size)
         content = bodies.json_list(row_jsons)
-        return self._record_and_respond(content, outcome, kind, _single_or_batch(body.inputs))
+        return self._record_and_respond(content, outcome, kind, _method_label(body.inputs))
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """Answer ``/embed_sparse`` with a JSON list of one sparse vector per input."""
         serialize = partial(
             bodies.sparse_vectors_json,
             body=body,
-            token_of_index=self.service.model("sparse").tokenizer.token,
+            token_of_index=self.service.model("sparse").tokenizer.term_name,
         )
         return await self._embed("sparse", body, serialize, lambda row: len(row.indices))
 
@@ -302,7 +302,7 @@ class Routes:
         outcome = await self._encode("dense", body.input, EncodeOptions(self.side), "input")
         rows = [_shorten(row, body.dimensions, normalize=True) for row in outcome.rows]
         serialize = (
-            _base64_strings if body.encoding_format == "base64" else bodies.dense_vectors_json
+            _dense_vectors_base64 if body.encoding_format == "base64" else bodies.dense_vectors_json
         )
         vectors = await self.service.map_items(rows, serialize)
         entries = [
@@ -312,9 +312,9 @@ class Routes:
         content = b'{"object":"list","data":%b,"model":%b,"usage":%b}' % (
             bodies.json_list(entries),
             bodies.to_json(self.service.model("dense").name),
-            bodies.to_json(_usage(outcome)),
+            bodies.to_json(_count_usage(outcome)),
         )
-        return self._record_and_respond(content, outcome, "dense", _single_or_batch(body.input))
+        return self._record_and_respond(content, outcome, "dense", _method_label(body.input))
 
     def _check_dense(self) -> None:
         """Raise ``ServeError`` if the service has no dense model."""
@@ -346,7 +346,7 @@ class Routes:
             texts: the texts to rank.
         """
         scores, outcome = await self._score_texts([body.query], texts, body, "texts")
-        ranked = _ranked_texts(texts, scores, _ranking(scores), body.return_text)
+        ranked = _ranked_texts(texts, scores, _positions_by_score(scores), body.return_text)
         return self._record_and_respond(bodies.to_json(ranked), outcome, "multi-vector")
 
     async def _rerank_documents(
@@ -361,11 +361,11 @@ class Routes:
             documents: the texts and images to rank.
         """
         scores, outcome = await self._score_texts([body.query], documents, body, "documents")
-        ranking = _ranking(scores)[: body.top_n]
+        ranking = _positions_by_score(scores)[: body.top_n]
         content = {
             "id": f"rerank-{uuid.uuid4().hex}",
             "model": self.service.model("multi-vector").name,
-            "usage": _usage(outcome),
+            "usage": _count_usage(outcome),
             "results": _ranked_documents(documents, scores, ranking, body.return_documents),
         }
         return self._record_and_respond(bodies.to_json(content), outcome, "multi-vector")
@@ -398,7 +398,7 @@ class Routes:
                 {"index": position, "object": "score", "score": value}
                 for position, value in enumerate(scores)
             ],
-            "usage": _usage(outcome),
+            "usage": _count_usage(outcome),
         }
         return self._record_and_respond(bodies.to_json(content), outcome, "multi-vector")
 
@@ -438,18 +438,19 @@ class Routes:
             outcome.characters += query_outcome.characters * len(texts) // len(queries)
             outcome.tokens += query_outcome.tokens
             outcome.started = query_outcome.started
-            # A model whose similarity is the mean has no score without normalisation.
-            has_raw_scores = model.model.similarity_fn_name != "meanmaxsim"
-            reduction: Reduction = "sum" if body.raw_scores and has_raw_scores else "mean"
+            # `raw_scores` asks for MaxSim's sum over the tokens of the query, instead of the mean.
+            # A model whose similarity is the mean has no other score.
+            has_sum = model.model.similarity_fn_name != "meanmaxsim"
+            reduction: Reduction = "sum" if body.raw_scores and has_sum else "mean"
             query_rows = query_outcome.rows
             document_rows = outcome.rows
 
             def compute_scores() -> list[float]:
                 if len(query_rows) == 1:
-                    return _late_scores(query_rows[0], document_rows, reduction)
+                    return _maxsim_scores(query_rows[0], document_rows, reduction)
                 scores: list[float] = []
                 for query, document in zip(query_rows, document_rows, strict=True):
-                    scores += _late_scores(query, [document], reduction)
+                    scores += _maxsim_scores(query, [document], reduction)
                 return scores
 
             return await service.run_on_device(model, compute_scores), outcome
@@ -469,7 +470,7 @@ class Routes:
         sentences = body.inputs.sentences
         if not sentences:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")
-        options = self._options(body.parameters or bodies.Encoded())
+        options = self._encode_options(body.parameters or bodies.Encoded())
         outcome = await self._encode(kind, [body.inputs.source_sentence, *sentences], options)
         source, *others = outcome.rows
         similarities = await self.service.run_in_thread(cosines, source, others)
@@ -602,7 +603,7 @@ class Routes:
         return Response(error.body(), error.status, media_type=JSON)
 
 
-def _ranking(scores: Sequence[float]) -> list[int]:
+def _positions_by_score(scores: Sequence[float]) -> list[int]:
     """Return the positions of scores, highest score first; ties keep the order of positions."""
     return sorted(range(len(scores)), key=lambda position: -scores[position])
 
@@ -659,7 +660,7 @@ def _ranked_documents(
     return ranked
 
 
-def _late_scores(
+def _maxsim_scores(
     query: torch.Tensor,
     documents: Sequence[torch.Tensor],
     reduction: Reduction,
@@ -677,8 +678,9 @@ def _late_scores(
     Returns:
         The score of each document.
     """
-    # Equal texts share one tensor, which is scored once. Scored twice, the same document could get
-    # two different scores, because rounding may depend on the position in the batch.
+    # The service encodes equal texts once, so that they are the same tensor object, which is scored
+    # once. Scored twice, the same document could get two different scores, because rounding may
+    # depend on the position in the batch.
     distinct = {id(document): document for document in documents}
     lengths = [document.size(0) for document in distinct.values()]
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -689,8 +691,8 @@ def _late_scores(
             cu_seqlens_d=offsets,
             reduction=reduction,
         )
-    score_of_row = dict(zip(distinct, scores[0].tolist(), strict=True))
-    return [score_of_row[id(document)] for document in documents]
+    score_of_tensor = dict(zip(distinct, scores[0].tolist(), strict=True))
+    return [score_of_tensor[id(document)] for document in documents]
 
 
 def _decode_or_check_token_ids(
@@ -698,9 +700,10 @@ def _decode_or_check_token_ids(
     inputs: list[Any],
     has_prompt: bool,
 ) -> list[Any]:
-    """Replace each list of token ids by its text if there is a prompt, or else by a tuple.
+    """Prepare lists of token ids to be encoded: as texts if there is a prompt, else as tuples.
 
-    A prompt can only be put before a text.
+    A prompt can only be put before a text. A tuple can be the key of a dictionary, as equal inputs
+    are encoded once.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -726,18 +729,21 @@ def _decode_or_check_token_ids(
     return encodable
 
 
-def _base64_strings(rows: Sequence[bodies.Vector]) -> list[bytes]:
+def _dense_vectors_base64(rows: Sequence[bodies.Vector]) -> list[bytes]:
     """Serialize dense vectors ``[D]`` to JSON strings: base64 of little-endian fp32 numbers."""
     return [b'"%b"' % base64.b64encode(row.astype("<f4").tobytes()) for row in rows]
 
 
-def _usage(outcome: Outcome) -> dict[str, int]:
-    """Return the token counts in the format of OpenAI and Cohere."""
+def _count_usage(outcome: Outcome) -> dict[str, int]:
+    """Return the token counts in the format of the field ``usage`` of OpenAI and Cohere."""
     return {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
 
 
-def _single_or_batch(inputs: Any) -> str:
-    """Return the label in the metrics for a request with a single input, or with a list."""
+def _method_label(inputs: Any) -> str:
+    """Return ``"single"`` for a request with one input, and ``"batch"`` for one with a list.
+
+    It is the label ``method`` of text-embeddings-inference's metrics.
+    """
     return "single" if isinstance(inputs, bodies.Single) else "batch"
 
 

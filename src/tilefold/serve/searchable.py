@@ -177,7 +177,9 @@ class Searchable:
         return documents.values()
 
     def encode_probe(self) -> Any:
-        """Encode a word as a query, in the only thread that uses the model at that time.
+        """Encode a word as a query, for a first search that no client has asked for.
+
+        No other thread may use the model at the same time.
 
         Returns:
             The encoded word, for :meth:`search_probe`; ``None`` for a BM25 index.
@@ -187,16 +189,16 @@ class Searchable:
         key = self.encoder.batch_key("query", prompt_name=None)
         return self.encoder.encode(key, [_PROBE_TEXT])[0]
 
-    def search_probe(self, row: Any) -> None:
+    def search_probe(self, encoded_word: Any) -> None:
         """Search for a word, so that no request waits for the initialisation of the index.
 
         The first search copies the index to the GPU that searches it. On a GPU, the word is
         searched for until a CUDA graph of the search was captured.
 
         Args:
-            row: the word as :meth:`encode_probe` has encoded it.
+            encoded_word: the word as :meth:`encode_probe` has encoded it.
         """
-        vector = None if row is None else self.query_vector(row)
+        vector = None if encoded_word is None else self.query_vector(encoded_word)
         search = functools.partial(
             self.searcher.rank,
             {QUERY: _PROBE_TEXT},
@@ -276,9 +278,10 @@ class Searchable:
             query: text of the query.
 
         Returns:
-            The terms with the largest weights, the number of all terms, and the positions of the
-            terms in the text. A term is ``expanded`` if it is not a token of the text, and
-            ``feedback`` if feedback added it. Empty for an index without sparse vectors.
+            ``terms`` with the largest weights, ``terms_in_all`` (the number of all terms), and
+            ``marks`` (the positions of the terms in the text). A term is ``expanded`` if it is not
+            a token of the text, and ``feedback`` if feedback added it. Empty for an index without
+            sparse vectors.
         """
         if self.encoder is None or self.explains_tokens:
             return {}
@@ -295,7 +298,7 @@ class Searchable:
         explained_terms = [
             {
                 "id": term,
-                "term": tokenizer.token(term),
+                "term": tokenizer.term_name(term),
                 "weight": weight_of_term[term],
                 "expanded": term not in query_tokens,
                 "feedback": term not in original_terms,
@@ -342,7 +345,9 @@ class Searchable:
         explanation: Explanation = {"stages": _ranks_and_scores(ranking, hit_id), "terms": []}
         if self.vectors is None or self.encoder is None:
             return explanation
-        vector_id = ranking.passages.get("sparse", {}).get(QUERY, {}).get(hit_id, hit_id)
+        # An index of passages has vectors of passages: that of the hit's best passage explains it.
+        passage_of_hit = ranking.passages.get("sparse", {}).get(QUERY, {})
+        vector_id = passage_of_hit.get(hit_id, hit_id)
         row = self.vectors.row_of.get(vector_id)
         if row is None:
             return explanation
@@ -412,7 +417,7 @@ def _explain_term(
     """
     explanation: Explanation = {
         "id": term,
-        "term": tokenizer.token(term),
+        "term": tokenizer.term_name(term),
         "contribution": contribution,
     }
     if sparse_score is not None:

@@ -336,10 +336,15 @@ class _SearchRoutes:
         """
         self._check_index(request)
         _check_parameters(request, ["width", "query", "token"])
-        width = _positive_parameter(request, "width", MAX_IMAGE_WIDTH)
-        token = _positive_parameter(request, "token", MAX_TOKEN_POSITION, smallest=0)
+        width = _integer_parameter(request, "width", smallest=1, largest=MAX_IMAGE_WIDTH)
+        token_position = _integer_parameter(
+            request,
+            "token",
+            smallest=0,
+            largest=MAX_TOKEN_POSITION,
+        )
         query = request.query_params.get("query", "")
-        if token is not None and not query.strip():
+        if token_position is not None and not query.strip():
             raise invalid_input_error("`token` requires `query`")
         search = self._search()
         with self.service.input_limit.acquire(1):
@@ -347,7 +352,7 @@ class _SearchRoutes:
                 request.path_params["docid"],
                 width or MAX_IMAGE_WIDTH,
                 query,
-                token,
+                token_position,
             )
         return Response(content, media_type="image/jpeg")
 
@@ -386,15 +391,16 @@ class _Search:
         document_id: str,
         width: int,
         query: str = "",
-        token: int | None = None,
+        token_position: int | None = None,
     ) -> bytes:
-        """Return a page, or its heat map, as JPEG.
+        """Return a page as JPEG, with a heat map of the places that match a query if there is one.
 
         Args:
             document_id: id of the page.
             width: largest width in pixels.
-            query: text of the query of the heat map; empty for the page itself.
-            token: position of a token of the query; ``None`` for all words of the query.
+            query: text of the query; empty for the page without a heat map.
+            token_position: position of the token of the query whose matches are drawn; ``None``
+                draws those of all words of the query.
         """
         service = self.service
         image = await service.run_in_thread(
@@ -404,12 +410,13 @@ class _Search:
         )
         if query.strip():
             explanation = await self._explain_page(query, document_id, image)
-            if token is not None and token >= len(explanation.matches):
+            n_query_tokens = len(explanation.matches)
+            if token_position is not None and token_position >= n_query_tokens:
                 raise invalid_input_error(
-                    f"`token` expected a position below {len(explanation.matches)}, the tokens of "
-                    f"the query; got {token}",
+                    f"`token` expected a position below {n_query_tokens}, the tokens of the query; "
+                    f"got {token_position}",
                 )
-            image = await service.run_in_thread(explanation.draw, image, token)
+            image = await service.run_in_thread(explanation.draw, image, token_position)
         return await service.run_in_thread(jpeg_of, image, width)
 
     def _read_page(self, document_id: str) -> Image:
@@ -446,7 +453,7 @@ class _Search:
         document_id: str,
         image: Image,
     ) -> TokenExplanation:
-        """Explain the score of a page.
+        """Return which parts of a page each token of a query matches.
 
         Args:
             query: text of the query.
@@ -501,10 +508,11 @@ class _Search:
         return await self.service.run_on_device(encoder, run)
 
     async def _match_tokens(self, query: str, ranking: Ranking, n_hits: int) -> _TokenMatches:
-        """Return the tokens of the query, and the matches of the best hits that are texts.
+        """Return the tokens of the query, and the tokens that they match in the best hits.
 
-        The matches of a page are drawn by its heat map, which is a request of its own. Without
-        one vector per token of the texts, there are no matches but an error.
+        Hits that are page images are left out: their matches are drawn as heat maps, for which the
+        client sends further requests. If the index does not have one vector per token of a text,
+        there is an error instead of matches.
 
         Args:
             query: text of the query.
@@ -517,17 +525,19 @@ class _Search:
             return _TokenMatches()
 
         def match() -> _TokenMatches:
-            """Explain the hits that are texts; runs in the thread of the model."""
+            """Find the matches of hits that are texts; runs in the thread of the model."""
             tokens = query_tokens(encoder.model, query)
+            # The ranking has hits of each stage by query id; only those of the index have vectors.
             stage = searchable.searcher.stage
-            scores = ranking.stages[stage][QUERY]
-            passage_of = ranking.passages.get(stage, {}).get(QUERY, {})
+            hits_of_index = ranking.stages[stage][QUERY]
+            # Document id -> id of the passage that was scored, for an index of passages.
+            passage_of_hit = ranking.passages.get(stage, {}).get(QUERY, {})
             vector_ids = {}
             for hit_id in list(ranking.run[QUERY])[:n_hits]:
                 document, _ = searchable.document_and_passage(ranking, hit_id)
                 is_text = document is not None and document.page is None
-                if is_text and hit_id in scores:
-                    vector_ids[hit_id] = passage_of.get(hit_id, hit_id)
+                if is_text and hit_id in hits_of_index:
+                    vector_ids[hit_id] = passage_of_hit.get(hit_id, hit_id)
             try:
                 explained = searchable.searcher.explain(query, vector_ids.values())
             except MissingDocumentError:
@@ -592,7 +602,7 @@ class _Search:
             fusion=fusion,
             reranking=reranking,
             by=body.by,
-            where=_filter(body),
+            where=_parse_filter(body),
         )
         self._check_options(body, reranking)
         try:
@@ -644,7 +654,7 @@ class _Search:
                 token_matches = await self._match_tokens(body.query, ranking, body.hits)
                 stopwatch.end_stage("explain")
             content = await service.run_in_thread(
-                self._render,
+                self._response_json,
                 body,
                 ranking,
                 runs_by_method,
@@ -677,17 +687,17 @@ class _Search:
         except MissingDocumentError:  # a ValueError that the client did not cause
             raise
         except ValueError as error:
-            # Only the filter and feedback depend on the index. The error of the filter names it.
-            concerns_filter = isinstance(error, ArgumentError) and error.arguments == ("where",)
-            if request.feedback is not None and not concerns_filter:
+            # The other options were checked before; only a filter or feedback can fail here.
+            is_about_filter = isinstance(error, ArgumentError) and error.arguments == ("where",)
+            if request.feedback is not None and not is_about_filter:
                 raise invalid_input_error(f"`prf`: {error}") from error
             raise invalid_input_error(str(error)) from error
 
     @property
-    def _max_encoded(self) -> int:
-        """Largest number of candidates that a search may encode.
+    def _max_encoded_candidates(self) -> int:
+        """Largest number of candidates that a search may encode for reranking.
 
-        It is one less than the limit on inputs, because the query has a permit, too.
+        It is one less than the limit on inputs, because the query is an input, too.
         """
         return self.service.input_limit.total - 1
 
@@ -749,9 +759,10 @@ class _Search:
         service = self.service
         n_hits = len(ranking.run[QUERY])
         n_candidates = min(n_hits, reranking.depth or RERANK_DEPTH)
-        if n_candidates > self._max_encoded:
+        if n_candidates > self._max_encoded_candidates:
             raise invalid_input_error(
-                f"`rerank.depth` expected at most {self._max_encoded}, got {reranking.depth}",
+                f"`rerank.depth` expected at most {self._max_encoded_candidates}, got "
+                f"{reranking.depth}",
             )
         content_of_id = await service.run_in_thread(
             self.searchable.searcher.rerank_texts,
@@ -814,10 +825,10 @@ class _Search:
         request: SearchRequest,
         vector: _QueryVector,
     ) -> dict[str, Run]:
-        """Rank documents by each method of this server separately.
+        """Rank documents by each method of this server separately, to compare the methods.
 
-        The methods are the index itself, the BM25 index, the dense vectors and late interaction,
-        which reranks the candidates of the index.
+        The methods are the index itself, the BM25 index (``"words"``), the dense vectors
+        (``"dense"``), and reranking the candidates of the index by MaxSim (``"late"``).
 
         Args:
             body: the validated JSON of the request.
@@ -853,15 +864,15 @@ class _Search:
             )
             runs_by_method["dense"] = {QUERY: scores}
         late_depth = depth
-        if searchable.store is None:
+        if searchable.store is None:  # no token vectors are stored
             # Candidates must be encoded first, and their number is limited.
-            late_depth = min(depth, self._max_encoded)
+            late_depth = min(depth, self._max_encoded_candidates)
         if searchable.features["rerank"] and ranking.run[QUERY] and late_depth:
             reranked = await self._rerank(Reranking(late_depth), body.query, ranking)
             runs_by_method["late"] = reranked.stages["late"]
         return runs_by_method
 
-    def _render(
+    def _response_json(
         self,
         body: SearchBody,
         ranking: Ranking,
@@ -892,7 +903,7 @@ class _Search:
             "index": self.searchable.name,
             "query": query,
             "candidates": [
-                self._candidate(body, ranking, token_matches, hit_id, score, rank)
+                self._describe_hit(body, ranking, token_matches, hit_id, score, rank)
                 for rank, (hit_id, score) in enumerate(hits, start=1)
             ],
         }
@@ -907,7 +918,7 @@ class _Search:
             }
         return to_json(answer)
 
-    def _candidate(
+    def _describe_hit(
         self,
         body: SearchBody,
         ranking: Ranking,
@@ -916,7 +927,7 @@ class _Search:
         score: float,
         rank: int,
     ) -> dict[str, Any]:
-        """Describe a hit: its document, score and rank, and their explanation.
+        """Describe a hit in the response: its document, score and rank, and their explanation.
 
         Args:
             body: the validated JSON of the request.
@@ -927,23 +938,23 @@ class _Search:
             rank: rank of the hit, from 1.
         """
         document, passage = self.searchable.document_and_passage(ranking, hit_id)
-        candidate: dict[str, Any] = {
+        description: dict[str, Any] = {
             "docid": passage.document if passage else hit_id,
             "score": score,
             "rank": rank,
             "doc": _document_json(document, body.parse),
         }
         if passage:
-            candidate["passage"] = passage.shown(document)
+            description["passage"] = passage.shown(document)
         if document is not None and document.page is not None:
-            name = quote(self.searchable.name, safe="")
-            candidate["image"] = f"/v1/{name}/image/{quote(document.id, safe='')}"
+            index_name = quote(self.searchable.name, safe="")
+            description["image"] = f"/v1/{index_name}/image/{quote(document.id, safe='')}"
         if body.explain:
             explanation = self.searchable.explain_document(ranking, hit_id)
             if hit_id in token_matches.matches:
                 explanation["matches"] = token_matches.matches[hit_id]
-            candidate["explanation"] = explanation
-        return candidate
+            description["explanation"] = explanation
+        return description
 
     def _top_hits(
         self,
@@ -972,19 +983,20 @@ class _Search:
         return described_hits
 
 
-def _positive_parameter(
+def _integer_parameter(
     request: Request,
     name: str,
+    *,
+    smallest: int,
     largest: int,
-    smallest: int = 1,
 ) -> int | None:
-    """Return an integer among the parameters of a URL; ``None`` if it is not among them.
+    """Return an integer parameter of the URL of a request; ``None`` if the URL does not have it.
 
     Args:
         request: the request.
         name: name of the parameter.
-        largest: largest value.
-        smallest: smallest value.
+        smallest: smallest value that is allowed.
+        largest: largest value that is allowed.
 
     Raises:
         ServeError: if the value is not an integer in this range.
@@ -1008,8 +1020,8 @@ def _unreachable_error() -> ServeError:
     )
 
 
-def _filter(body: SearchBody) -> Filter | None:
-    """Create the filter of a search; ``None`` if its body has no conditions."""
+def _parse_filter(body: SearchBody) -> Filter | None:
+    """Create the filter of a search by metadata; ``None`` if its body has no conditions."""
     if body.where is None and body.where_not is None:
         return None
     try:

@@ -132,7 +132,7 @@ class _ConnectionLimits:
         service: the service; ``None`` until it is loaded.
         lingering: connections that stay open for a second, so that their clients can read a
             response that was sent before they had sent their request.
-        max_lingering: largest number of such connections.
+        max_lingering: largest number of lingering connections.
         refusal: response with status 429 for a connection over the limit.
     """
 
@@ -219,14 +219,17 @@ class _LimitedProtocol(Protocol):
             self._head_timer = None
 
     def on_headers_complete(self) -> None:
-        """Begin to answer a request; if the server drains, it is the last of its connection."""
-        previous = self.cycle
+        """Begin to answer a request.
+
+        If the server drains, that is, will end soon, the request is the last of its connection.
+        """
+        previous_cycle = self.cycle  # uvicorn's name for a request and its response
         super().on_headers_complete()
         self._open_cycles.append(self.cycle)
         if self._shared.draining:
-            if previous is not None and not previous.response_started:
-                # This request is pipelined: the connection must stay open for its response.
-                previous.keep_alive = True
+            if previous_cycle is not None and not previous_cycle.response_started:
+                # The new request is pipelined: the connection must stay open for its response.
+                previous_cycle.keep_alive = True
             self.close_after_responses()
 
     def close_after_responses(self) -> None:
@@ -276,7 +279,7 @@ class _LimitedProtocol(Protocol):
         """Close the sending side, ignore what the client sends, and close a second later.
 
         If a connection is closed while its client sends, it is reset, and the client may lose the
-        response. The connection is closed at once if too many others linger.
+        response. The connection is closed at once if too many others wait in this way.
         """
         shared = self._shared
         if self in shared.lingering:
@@ -734,17 +737,24 @@ def _raise_file_limit(n_files: int) -> None:
 def _available_connections(file_limit: int, n_open: int) -> int:
     """Return the number of connections, at least 1, that a limit on open files allows.
 
+    Some files are reserved: for files that the process opens later, and for connections over the
+    limit, which are open for a moment, until they are refused or their client has read the answer.
+
     Args:
         file_limit: largest number of open files of the process.
         n_open: number of files that are already open.
     """
-    n_spare = min(_SPARE_FILES, file_limit // _SPARE_SHARE)
-    n_over_limit = _max_lingering(file_limit) + _MAX_REFUSED
-    return max(1, file_limit - n_open - n_spare - n_over_limit)
+    n_reserved_files = min(_SPARE_FILES, file_limit // _SPARE_SHARE)
+    n_connections_over_limit = _max_lingering(file_limit) + _MAX_REFUSED
+    return max(1, file_limit - n_open - n_reserved_files - n_connections_over_limit)
 
 
 def _max_lingering(file_limit: float) -> int:
-    """Return the largest number of connections that may linger under a limit on open files."""
+    """Return how many connections may stay open until their clients have read a response.
+
+    Args:
+        file_limit: largest number of open files of the process.
+    """
     return int(min(_MAX_LINGERING, file_limit // _LINGERING_SHARE))
 
 

@@ -430,7 +430,8 @@ class Service:
                     type(error).__name__,
                     error,
                 )
-                encode([_WARM_UP_WORD])  # some errors of a GPU leave it unusable
+                # Some errors of a GPU leave it unusable. Encoding a word then raises.
+                encode([_WARM_UP_WORD])
 
     def _warm_up_lengths(
         self,
@@ -476,8 +477,8 @@ class Service:
         searchable = self.searchable
         if searchable is None:
             return
-        row = searchable.encode_probe()
-        self._search_threads.submit(searchable.search_probe, row).result()
+        encoded_word = searchable.encode_probe()
+        self._search_threads.submit(searchable.search_probe, encoded_word).result()
         if not gpus_of(searchable.index):
             return
         # Every thread waits for the others, so that none of them runs two of the calls.
@@ -485,10 +486,10 @@ class Service:
 
         def search_together() -> None:
             barrier.wait()
-            searchable.search_probe(row)
+            searchable.search_probe(encoded_word)
 
-        results = [self._search_threads.submit(search_together) for _ in range(_MIN_SEARCHES)]
-        errors = [error for error in (result.exception() for result in results) if error]
+        futures = [self._search_threads.submit(search_together) for _ in range(_MIN_SEARCHES)]
+        errors = [error for error in (future.exception() for future in futures) if error]
         if errors:  # too little memory for several searches at a time, or too few threads
             _logger.warning(
                 "the first searches will take longer, because %d of %d at the same time failed "
@@ -498,8 +499,8 @@ class Service:
                 type(errors[0]).__name__,
                 errors[0],
             )
-            # Some errors of a GPU leave it unusable.
-            self._search_threads.submit(searchable.search_probe, row).result()
+            # Some errors of a GPU leave it unusable. This search then raises.
+            self._search_threads.submit(searchable.search_probe, encoded_word).result()
 
     def start(self) -> None:
         """Start the threads: a batch worker per device, helpers and tokenizers.
@@ -673,18 +674,18 @@ class Service:
             arguments: positional arguments of the function.
         """
         call = Call(function, arguments)
-        result = call.result  # the call has it until it runs
+        result = call.result  # read before the thread starts, which deletes the attribute
         threading.Thread(target=call.run, name="tilefold-background", daemon=True).start()
         return await asyncio.wrap_future(result)
 
     def replace_searchable(self, searchable: Searchable) -> None:
         """Let another generation of the index, with its models, answer new requests.
 
-        Running requests keep the old one, which is released when the last of them ends. Called on
-        the event loop.
+        A generation is a committed state of the index. Running requests keep the old one, which is
+        released when the last of them ends. Called on the event loop.
 
         Args:
-            searchable: the new generation.
+            searchable: the new generation, with its models and documents.
         """
         old = self.searchable
         old_models = [] if old is None else old.models
@@ -727,14 +728,16 @@ class Service:
         inputs: Sequence[object],
         name: str = "inputs",
     ) -> AbstractContextManager[None]:
-        """Return a context that holds a permit of :class:`InputLimit` per input.
+        """Return a context in which inputs of a request count as being encoded.
+
+        The service limits the number of inputs that are encoded or wait (``input_limit``).
 
         Args:
             inputs: inputs of a request.
             name: field of the request, for error messages.
 
         Raises:
-            ServeError: if there are no inputs, or too many.
+            ServeError: if there are no inputs, or too many for a request or for the limit.
         """
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")
@@ -756,7 +759,8 @@ class Service:
     ) -> Outcome:
         """Encode inputs; equal inputs are encoded once.
 
-        The caller must hold permits for the inputs. Cancelling drops the inputs that still wait.
+        The caller must have counted the inputs in ``input_limit``, for example with
+        :meth:`acquire_inputs`. Cancelling drops the inputs that still wait.
 
         Args:
             model: the model.
@@ -775,22 +779,23 @@ class Service:
         limit = model.limit(key.side)
         outcome = Outcome(characters=sum(map(len, inputs)))
         truncate = self.limits.auto_truncate if options.truncate is None else options.truncate
-        readable = inputs
+        shortened = inputs
         if truncate:
-            readable = _readable_part(inputs, limit, options.truncation_side)
+            # The tokenizer truncates to the limit of tokens, but would first read all of the text.
+            shortened = _shorten(inputs, limit, options.truncation_side)
         if options.counted:
-            self.metrics.count(f"te_{options.counted}_count", len(readable))
-        full_lengths = await self._check_and_count_tokens(model, key, readable, truncate)
-        _report_truncated(inputs, readable, full_lengths, limit)
+            self.metrics.count(f"te_{options.counted}_count", len(shortened))
+        full_lengths = await self._check_and_count_tokens(model, key, shortened, truncate)
+        _report_truncated(inputs, shortened, full_lengths, limit)
         lengths = [min(length, limit) for length in full_lengths]
         outcome.tokens = sum(lengths)
         outcome.tokenization = time.perf_counter() - outcome.started
         answers_by_input = await self._encode_distinct(
             model,
             key,
-            dict(zip(readable, lengths, strict=True)),
+            dict(zip(shortened, lengths, strict=True)),
         )
-        answers = [answers_by_input[item] for item in readable]
+        answers = [answers_by_input[item] for item in shortened]
         outcome.set_answers(answers)
         if options.counted:
             self._record_inputs(options.counted, outcome.tokenization, answers)
@@ -853,7 +858,7 @@ class Service:
         """Decode and encode images; equal images are encoded once.
 
         Images are decoded in threads, so that neither requests of texts nor the device wait.
-        The caller must hold permits for the images.
+        The caller must have counted the images in ``input_limit``.
 
         Args:
             model: the model.
@@ -877,19 +882,21 @@ class Service:
         if options.counted:
             self.metrics.count(f"te_{options.counted}_count", len(images))
         with self.pixel_limit.acquire(await self._count_pixels(images)):
-            inputs = await self._decode_images(images)
-            lengths = {item: model.image_tokens(item) for item in inputs}
-            outcome.tokens = sum(lengths[item] for item in inputs)
+            decoded = await self._decode_images(images)
+            # The keys are the distinct images: images with the same digest are equal.
+            length_of_image = {image: model.image_tokens(image) for image in decoded}
+            outcome.tokens = sum(length_of_image[image] for image in decoded)
             outcome.tokenization = time.perf_counter() - outcome.started
             worker = self._workers[model.device]
+            has_several = len(length_of_image) > 1
             futures = [
-                worker.submit(key, item, length, position, multi_input=len(lengths) > 1)
-                for position, (item, length) in enumerate(lengths.items())
+                worker.submit(key, image, length, position, multi_input=has_several)
+                for position, (image, length) in enumerate(length_of_image.items())
             ]
-            answers_by_image: dict[ImageInput, Answer] = dict(
-                zip(lengths, await gather_or_cancel(futures), strict=True),
+            answer_of_image: dict[ImageInput, Answer] = dict(
+                zip(length_of_image, await gather_or_cancel(futures), strict=True),
             )
-        answers = [answers_by_image[item] for item in inputs]
+        answers = [answer_of_image[image] for image in decoded]
         outcome.set_answers(answers)
         if options.counted:
             self._record_inputs(options.counted, outcome.tokenization, answers)
@@ -993,10 +1000,11 @@ class Service:
         key: BatchKey,
         lengths: Mapping[Input, int],
     ) -> bool:
-        """Return whether inputs may be encoded on the event loop.
+        """Return whether inputs may be encoded on the event loop, instead of by the batch worker.
 
-        It is faster than waking the batch worker for a single short text, and delays no other
-        request if there is none. No CUDA graph computes vectors that are not normalised.
+        For a single short text this is faster than waking the worker's thread. It delays nobody if
+        there is no other request. The text must be quick: a CUDA graph encodes it, which is not
+        used for vectors that are not normalised.
 
         Args:
             model: the model.
@@ -1005,7 +1013,7 @@ class Service:
         """
         if len(lengths) != 1 or not key.normalize or not self.is_only_request():
             return False
-        ((item, length),) = lengths.items()
+        ((item, length),) = lengths.items()  # the only input
         return isinstance(item, str) and model.is_quick(length)
 
     def _record_inputs(
@@ -1170,47 +1178,49 @@ def _closing_error() -> ServeError:
     return ServeError("Unhealthy", "the service is closing")
 
 
-def _readable_part(
+def _shorten(
     inputs: Sequence[Input],
     limit: int,
     truncation_side: Literal["left", "right"],
 ) -> list[Input]:
-    """Shorten very long inputs to a part that the tokenizer reads in a limited time.
+    """Shorten very long inputs to a size that the tokenizer reads in a limited time.
 
-    Like text-embeddings-inference, at most 250 characters are read for each token of the model's
-    limit. The same number of token ids is more than the model reads.
+    At most 250 characters are kept for each token of the model's limit, like in
+    text-embeddings-inference. The same bound on token ids is always above the limit of tokens.
 
     Args:
         inputs: texts or token ids.
         limit: largest number of tokens that the model reads.
         truncation_side: end from which inputs are shortened.
     """
-    size = _CHARACTERS_PER_TOKEN * limit
+    max_size = _CHARACTERS_PER_TOKEN * limit
     if truncation_side == "right":
-        return [item[:size] for item in inputs]
-    return [item[-size:] for item in inputs]
+        return [item[:max_size] for item in inputs]
+    return [item[-max_size:] for item in inputs]
 
 
 def _report_truncated(
     inputs: Sequence[Input],
-    readable: Sequence[Input],
+    shortened: Sequence[Input],
     lengths: Sequence[int],
     limit: int,
 ) -> None:
     """Add the number of truncated inputs to ``truncation_counts``, if the response reports it.
 
+    An input is truncated if its characters were shortened, or if it has more tokens than the limit.
+
     Args:
         inputs: the inputs of the request.
-        readable: the inputs after :func:`_readable_part`.
-        lengths: number of tokens of each readable input.
+        shortened: the same inputs, of which very long ones were shortened by :func:`_shorten`.
+        lengths: number of tokens of each shortened input.
         limit: largest number of tokens that the model reads.
     """
     counts = truncation_counts.get()
     if counts is None:
         return
     n_truncated = sum(
-        length > limit or len(part) < len(item)
-        for item, part, length in zip(inputs, readable, lengths, strict=True)
+        length > limit or len(shortened_item) < len(item)
+        for item, shortened_item, length in zip(inputs, shortened, lengths, strict=True)
     )
     counts.append(n_truncated)
 

@@ -146,7 +146,7 @@ class DaemonPool:
         """
         calls = self._calls
         call = Call(function, arguments)
-        result = call.result  # the call has it until it runs
+        result = call.result  # read before a thread runs the call, which deletes the attribute
         with calls.changed:
             if calls.closed:
                 raise RuntimeError("submit: expected an open pool, got a closed one")
@@ -155,7 +155,7 @@ class DaemonPool:
                 self._start_thread()
             calls.waiting.append(call)
             calls.changed.notify()
-        # Otherwise cancelled calls would add up while all threads wait for a server.
+        # Without this, cancelled calls would stay in the queue while all threads are busy.
         result.add_done_callback(functools.partial(calls.drop_cancelled, call))
         return result
 
@@ -175,7 +175,8 @@ class DaemonPool:
             calls.waiting.clear()
             calls.close()
         for call in refused:
-            if call.result.set_running_or_notify_cancel():
+            is_cancelled = not call.result.set_running_or_notify_cancel()
+            if not is_cancelled:
                 call.result.set_exception(error)
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -183,12 +184,12 @@ class DaemonPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start_thread(self) -> None:
-        """Start another thread. The caller must hold the lock.
+        """Start another thread. The caller must hold the lock of the queue.
 
-        If the system allows no more threads, calls wait for those that there are.
+        If the system allows no more threads, calls wait for the threads that exist.
 
         Raises:
-            RuntimeError: if there are none.
+            RuntimeError: if the system allows no more threads, and the pool has none.
         """
         thread = threading.Thread(
             target=self._calls.run_calls,
