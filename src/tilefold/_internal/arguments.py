@@ -96,7 +96,8 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
             f"{name}: expected a list, got a {type(values).__name__} of {dimensions} dimensions; "
             "pass one column or row of it.",
         )
-    for method in ("to_pylist", "tolist"):  # of Arrow; of numpy, pandas and torch
+    # Arrow has `to_pylist`; numpy, pandas and torch have `tolist`.
+    for method in ("to_pylist", "tolist"):
         convert = getattr(values, method, None)
         if callable(convert):
             return list(convert())

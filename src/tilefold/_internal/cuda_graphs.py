@@ -40,7 +40,10 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Run on the capture stream, after earlier and before later work of the current stream."""
+        """Run the block on the CUDA stream of captures, in order with the current stream.
+
+        Its work waits for earlier work of the current stream, whose later work waits for it.
+        """
         current_stream = torch.cuda.current_stream()
         self.stream.wait_stream(current_stream)
         with torch.cuda.stream(self.stream):
@@ -66,8 +69,9 @@ class GraphMemory:
 
         Args:
             graph: the graph.
-            releases_cache: whether cached memory is freed in any case. Graphs cannot use it. Pass
-                True for large graphs. Otherwise it is freed only if the GPU has less free memory.
+            releases_cache: whether to free the memory that torch caches for new tensors, which
+                graphs cannot use. Pass True for large graphs. By default it is freed only if it is
+                more than the free memory of the GPU.
 
         Raises:
             Exception: the error of the context, or that of CUDA if the work cannot be captured.
@@ -89,7 +93,7 @@ class GraphMemory:
         self._graphs.add(graph)
 
     def _replace_freed_pool(self) -> None:
-        """Take a new pool if no graph uses the pool any more.
+        """Take a new memory pool if no graph uses the pool any more.
 
         torch frees a pool with its last graph, and refuses to capture in it from then on.
         """

@@ -166,7 +166,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock_scratch(folder: Path, *, reentrant: bool) -> FileLock | None:
-    """Lock a scratch folder, retrying while another process holds or removes it.
+    """Lock a temporary (scratch) folder, retrying while another process holds or removes it.
 
     Args:
         folder: the folder, which is created if it is missing.
@@ -188,7 +188,10 @@ def _lock_scratch(folder: Path, *, reentrant: bool) -> FileLock | None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove the scratch folders in `parent` whose processes have died."""
+    """Remove the temporary (scratch) folders in `parent` whose processes have died.
+
+    A process holds the lock of such a folder while it lives.
+    """
     for folder in parent.glob(f".*{SCRATCH}"):
         # Folders are skipped that another user owns, that were removed meanwhile, or whose process
         # is alive.
@@ -319,8 +322,8 @@ def atomic_directory(
 
     Args:
         path: the directory to write.
-        own_names: all names that files and folders in such a directory can have.
-        overwrite: whether to replace a directory with such names.
+        own_names: all names of files and folders that tilefold writes into such a directory.
+        overwrite: whether to replace a directory in which only these names occur.
 
     Yields:
         The temporary directory.
@@ -333,11 +336,11 @@ def atomic_directory(
     with lock_path(path), scratch_folder(path) as temporary:
         # Another process may have written to the path before this one had the lock.
         check_replaceable(path, own_names, overwrite=overwrite)
-        new = temporary / "made"
-        new.mkdir()
+        new_directory = temporary / "made"
+        new_directory.mkdir()
         with naming_full_disk(path):
-            yield new
-        swap_directory(new, path)
+            yield new_directory
+        swap_directory(new_directory, path)
 
 
 def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool) -> None:
@@ -347,8 +350,8 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
 
     Args:
         path: the directory to write.
-        own_names: all names that files and folders in such a directory can have.
-        overwrite: whether to replace a directory with such names.
+        own_names: all names of files and folders that tilefold writes into such a directory.
+        overwrite: whether to replace a directory in which only these names occur.
 
     Raises:
         FileExistsError: if `path` is a file, a directory with other names, or a non-empty directory
@@ -379,8 +382,8 @@ def swap_directory(new: Path, path: Path) -> None:
     The two are exchanged in one step if the system supports it. Otherwise `path` does not exist for
     a moment, and the old directory is moved back if the new one cannot be moved.
 
-    The old directory is removed once the new one is on the disk, so that a loss of power leaves one
-    of them. Without an old directory, nothing waits for the disk.
+    The old directory is removed once the new one is on the disk, so that after a loss of power one
+    of the two is complete. If there is no old directory, nothing waits for the disk.
 
     Args:
         new: the new directory, on the same disk.

@@ -115,7 +115,8 @@ class _LeanFinder(MetaPathFinder):
             target: the module that is reloaded.
         """
         is_deferred = fullname in _DEFERRED and fullname not in _resolved
-        if not is_deferred and fullname not in _LAZY_PACKAGES:
+        is_lazy_package = fullname in _LAZY_PACKAGES
+        if not is_deferred and not is_lazy_package:
             parent = fullname.rpartition(".")[0]
             if isinstance(sys.modules.get(parent), _DeferredModule):
                 _real_module(parent)  # a submodule needs its package
@@ -142,7 +143,10 @@ class _LazyPackageLoader(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute a package, and let it import the other names at their first use."""
+        """Execute the ``__init__`` of a package, without its imports of names for re-export.
+
+        The package gets a ``__getattr__``, which imports these names at their first use.
+        """
         source = self.loader.get_source(module.__name__)
         if source is None:
             self.loader.exec_module(module)
@@ -153,7 +157,7 @@ class _LazyPackageLoader(Loader):
             for statement in statements
             if _only_exports(statement, statements, Path(str(module.__file__)).parent)
         ]
-        exports = _exports(lazy_statements, module.__name__)
+        exports = _exports_of(lazy_statements, module.__name__)
 
         def import_name(name: str) -> object:
             """Import a name of the package that is used for the first time (PEP 562)."""
@@ -185,10 +189,11 @@ class _Export(NamedTuple):
 
 
 def _only_exports(statement: ast.stmt, statements: list[ast.stmt], folder: Path) -> bool:
-    """Whether a statement imports names of the library that its package does not use itself.
+    """Return whether a statement only re-exports names of the library.
 
-    A name that is also the name of a submodule is imported at once, because importing the
-    submodule would replace it.
+    The package does not use these names itself, so that they can be imported at their first use. A
+    name that is also the name of a submodule is imported at once, because importing the submodule
+    would replace the name.
 
     Args:
         statement: a statement of the package.
@@ -211,8 +216,8 @@ def _only_exports(statement: ast.stmt, statements: list[ast.stmt], folder: Path)
     return True
 
 
-def _exports(statements: Sequence[ast.stmt], package: str) -> dict[str, _Export]:
-    """Return the names that statements of a package import, and where from.
+def _exports_of(statements: Sequence[ast.stmt], package: str) -> dict[str, _Export]:
+    """Return each name that statements of a package import -> where it is imported from.
 
     Args:
         statements: statements ``from module import name``.
@@ -293,10 +298,10 @@ class _DeferredClass(type):
 
 
 def _real_module(name: str) -> ModuleType:
-    """Import the module that a deferred one stands for.
+    """Import a real module in place of its stand-in, which imports names at their first call.
 
     Args:
-        name: the name of the module. Its parents may be deferred, too.
+        name: the name of the module. Its parents may have stand-ins, too.
     """
     parts = name.split(".")
     for n_parts in range(1, len(parts) + 1):
@@ -307,7 +312,10 @@ def _real_module(name: str) -> ModuleType:
 
 
 def _remove_deferred(name: str) -> None:
-    """Forget a deferred module, so that the next import gets the real one."""
+    """Forget the stand-in for a module, so that the next import gets the real module.
+
+    Nothing happens if the module under this name is already the real one.
+    """
     module = sys.modules.get(name)
     if not isinstance(module, _DeferredModule):
         return

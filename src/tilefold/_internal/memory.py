@@ -66,9 +66,10 @@ def free_device_bytes(device: torch.device | str) -> int:
 
 
 def _bytes_cached_for_graphs(device: torch.device | str) -> int:
-    """Return the number of cached bytes that only CUDA graphs can use.
+    """Return the number of bytes that torch caches, and that only CUDA graphs can use.
 
-    The memory that a graph uses while it runs is not allocated, but belongs to the graph.
+    The memory that a graph uses while it runs does not count as allocated, but no new tensor can
+    use it.
 
     Args:
         device: device such as ``"cuda"`` or ``"cuda:1"``.
@@ -80,10 +81,11 @@ def _bytes_cached_for_graphs(device: torch.device | str) -> int:
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    default_pool = (0, 0)  # of usual tensors; graphs have pools of their own
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in segments
-        if segment["device"] == index and segment["segment_pool_id"] != (0, 0)
+        if segment["device"] == index and segment["segment_pool_id"] != default_pool
     )
 
 
@@ -119,7 +121,9 @@ def _memory_cgroups(
     cgroups_of_process: Path,
     mount: Path,
 ) -> Iterator[tuple[Path, _MemoryFiles]]:
-    """Iterate over the cgroups that limit the memory of a process, and all their parents.
+    """Iterate over the cgroups (Linux's groups of processes) that limit the memory of a process.
+
+    The limits of all parents of a cgroup apply, too, so that these follow.
 
     Args:
         cgroups_of_process: a file such as ``/proc/self/cgroup``.
@@ -144,20 +148,21 @@ def _memory_cgroups(
         yield folder, _V1_FILES
 
 
-def _with_parents(hierarchy: Path, path: str) -> Iterator[Path]:
+def _with_parents(mount: Path, path: str) -> Iterator[Path]:
     """Iterate over the folders of a cgroup and its parents.
 
-    In a container, the path may point outside the hierarchy. The root of the hierarchy is then the
-    container's cgroup.
+    In a container, the path may be that on the host, which is not below the mount. The mounted
+    folder itself is then the container's cgroup.
 
     Args:
-        hierarchy: root folder of the cgroups.
+        mount: folder at which cgroups are mounted.
         path: path of a cgroup below it, as ``/proc/self/cgroup`` shows it.
     """
-    root = hierarchy.resolve()
+    root = mount.resolve()
     folder = (root / path.lstrip("/")).resolve()
     for candidate in (folder, *folder.parents):
-        if candidate.is_relative_to(root) and candidate != root:
+        is_below_root = candidate.is_relative_to(root) and candidate != root
+        if is_below_root:
             yield candidate
     yield root
 

@@ -154,11 +154,13 @@ def set_precision(model: Model, dtype: Dtype = "auto") -> Precision:
 
 @contextmanager
 def computing_in(model: Model, dtype: Dtype | None) -> Iterator[None]:
-    """Let a model compute in a dtype while the context is open, see :func:`set_precision`.
+    """Let a model compute in a dtype while the context is open.
+
+    Afterwards it computes in the dtype of an earlier :func:`set_precision`, or as it was loaded.
 
     Args:
         model: a model of sentence-transformers.
-        dtype: the dtype; None changes nothing.
+        dtype: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``; None changes nothing.
     """
     if dtype is None:
         yield
@@ -229,7 +231,8 @@ class ForwardInPrecision:
         weights = _dtype_of_weights(self.model)
         precision = choose_precision(self.dtype, device, weights)
         if precision.dtype == "fp32" and weights in ("bf16", "fp16"):
-            # The model was moved from a GPU to a CPU after the choice, which widened no weights.
+            # The choice was made on a GPU in bf16, so that no weights were widened to fp32, and the
+            # model was moved to a CPU afterwards.
             return Precision(weights, device, "the dtype of its weights")
         return precision
 
@@ -251,7 +254,10 @@ def _autocast(precision: Precision) -> AbstractContextManager[None]:
 
 
 def _restore_forward(model: Model) -> None:
-    """Undo :func:`set_precision`, if it was called for a model."""
+    """Undo :func:`set_precision`, if it was called for a model.
+
+    Weights that were widened to fp32 get their stored dtype again.
+    """
     forward = vars(model).get("forward")
     if not isinstance(forward, ForwardInPrecision):
         return
@@ -269,8 +275,8 @@ def _widen_weights(model: Model) -> dict[str, torch.dtype]:
     """Convert the bf16 and fp16 weights of a model to fp32, in place.
 
     Returns:
-        Name -> earlier dtype of each converted weight. A weight that modules share has several
-        names.
+        Name -> earlier dtype of each converted weight. A weight that several modules share is
+        listed under the name in each of them.
     """
     import torch
 
@@ -328,9 +334,9 @@ def _precision_of_graph(graph: Any) -> Precision:
 def precision_of(model: Model) -> Precision:
     """Return the dtype in which a model computes its matrix products, with the reason.
 
-    It is fp8 if the trunk multiplies in fp8 (``accelerate(model, fp8=True)``), and else the dtype
-    of :func:`set_precision` if that was called. Otherwise it is the dtype of
-    autocast if autocast is on around this call, and else the dtype of the weights.
+    The first of these that applies: fp8 if the trunk multiplies in fp8 (``accelerate(model,
+    fp8=True)``); the dtype of :func:`set_precision` if that was called; the dtype of torch's
+    autocast if it is on around this call; the dtype of the weights.
 
     Args:
         model: a sentence-transformers model.
@@ -355,7 +361,7 @@ def precision_of(model: Model) -> Precision:
 
 
 def inference_precision(model: Model) -> str:
-    """Return the name of the dtype in which a model computes, see :func:`precision_of`.
+    """Return the name of the dtype in which a model computes its matrix products.
 
     Args:
         model: a sentence-transformers model.
@@ -390,9 +396,9 @@ def scores_in_fp32(model: Model) -> Iterator[None]:
     """Compute the scores of a cross-encoder in fp32 while the context is open.
 
     In bf16, scores between 8 and 16 are multiples of 1/16, so that most score margins of a teacher
-    would be rounded to 0 or a few steps. In this context, the layers after the encoder (pooler,
+    would be rounded to 0 or a few steps. In this context, the layers after the trunk (pooler,
     classification head, LM head) and the modules after the Transformer convert their inputs and
-    weights to fp32 and ignore autocast. The encoder itself, which dominates the run time, runs as
+    weights to fp32 and ignore autocast. The trunk itself, which dominates the run time, runs as
     before. The stored weights are not changed.
 
     Args:
@@ -405,26 +411,28 @@ def scores_in_fp32(model: Model) -> Iterator[None]:
 
 
 def _score_layers(model: Model) -> list[nn.Module]:
-    """Return the layers of a cross-encoder after its encoder, in order.
+    """Return the layers of a cross-encoder that compute its score from hidden states, in order.
 
-    They compute the scores from the encoder's hidden states.
+    They are the head of the transformers model, such as a pooler and a classifier, and the modules
+    of sentence-transformers after that model.
 
     Args:
-        model: a ``CrossEncoder``, whose first module wraps a transformers model.
+        model: a ``CrossEncoder``, whose first module wraps the transformers model.
     """
     from torch import nn
 
     modules: list[nn.Module] = list(model.children())
-    transformer = modules[0]
+    wrapper = modules[0]
     later_modules = modules[1:]
-    network = getattr(transformer, "model", None)
-    if not isinstance(network, nn.Module):  # another backend, such as ONNX
+    transformers_model = getattr(wrapper, "model", None)
+    if not isinstance(transformers_model, nn.Module):  # another backend, such as ONNX
         return later_modules
-    # transformers: ``base_model`` is the encoder, or the model itself if it has no head.
-    encoder = getattr(network, "base_model", network)
-    if encoder is network:
+    # In transformers, `base_model` is the trunk. It is the model itself if there is no head.
+    trunk = getattr(transformers_model, "base_model", transformers_model)
+    has_head = trunk is not transformers_model
+    if not has_head:
         return later_modules
-    head_layers = [layer for layer in network.children() if layer is not encoder]
+    head_layers = [layer for layer in transformers_model.children() if layer is not trunk]
     return [*head_layers, *later_modules]
 
 

@@ -21,8 +21,8 @@ def sigmoid(x: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and dtype.
     """
-    # Each branch is used for inputs on one side of 0. Inputs on its other side are clamped to 0, so
-    # that they get no gradient from it.
+    # Each branch is used for inputs on one side of 0. It clamps inputs on the other side to 0, so
+    # that they get no gradient from this branch.
     left_branch = torch.sigmoid(x.clamp(max=0))
     right_branch = 1 - torch.sigmoid(-x.clamp(min=0))
     return torch.where(x > 0, right_branch, left_branch)

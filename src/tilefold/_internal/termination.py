@@ -55,7 +55,7 @@ class TerminationHandler:
         if is_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
             self._previous_hook = sys.unraisablehook
-            sys.unraisablehook = self._retry
+            sys.unraisablehook = self._resend_ignored_signal
             self._is_installed = True
             TerminationHandler.entered = self
         return self
@@ -96,7 +96,7 @@ class TerminationHandler:
         self._raised_at = now
         raise Terminated
 
-    def _retry(self, ignored: sys.UnraisableHookArgs) -> None:
+    def _resend_ignored_signal(self, ignored: sys.UnraisableHookArgs) -> None:
         """Send a signal again if Python has ignored the exception that the signal raised.
 
         This is a ``sys.unraisablehook``: Python calls it for an exception that cannot propagate,

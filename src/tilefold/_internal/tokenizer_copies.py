@@ -10,9 +10,9 @@ def copy_tokenizer(tokenizer: Any) -> Any:
     """Copy a tokenizer of the package `tokenizers`.
 
     Truncation, padding and added tokens of the copy can be changed without an effect on the
-    tokenizer. Both share the vocabulary and the steps before and after it. To read a large
-    vocabulary again, as ``Tokenizer.from_str(tokenizer.to_str())`` does, would take long, and no
-    other thread of Python could run meanwhile. It is read again only if the copy would differ.
+    original. Both share the vocabulary, the normalizer and the other steps. A copy by
+    ``Tokenizer.from_str(tokenizer.to_str())`` would read the vocabulary again, which takes long for
+    a large one and blocks all threads. It is made only if the first copy would differ.
 
     Args:
         tokenizer: the tokenizer, such as the ``backend_tokenizer`` of transformers.
@@ -25,7 +25,9 @@ def copy_tokenizer(tokenizer: Any) -> Any:
         if part is not None:
             setattr(copy, part_name, part)
     tokens_by_id = sorted(tokenizer.get_added_tokens_decoder().items())
-    added_tokens = [token for _, token in tokens_by_id]  # their ids follow from their order
+    # Tokens get ascending ids as they are added. They are therefore added in the order of their
+    # ids, in runs of special and of other tokens, for which there are different methods.
+    added_tokens = [token for _, token in tokens_by_id]
     for is_special, tokens in itertools.groupby(added_tokens, key=lambda token: token.special):
         if is_special:
             copy.add_special_tokens(list(tokens))

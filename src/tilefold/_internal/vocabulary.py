@@ -32,17 +32,17 @@ def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
         return None
     if not hasattr(tokenizer, "__len__"):
         return _digest(get_vocab())
-    size = len(tokenizer)
-    entry = _fingerprints.get(tokenizer)
-    if entry is None or entry[0] != size:
-        entry = (size, _digest(get_vocab()))
-        _fingerprints[tokenizer] = entry
-    return entry[1]
+    n_tokens = len(tokenizer)
+    cached_n_tokens, fingerprint = _fingerprints.get(tokenizer, (-1, ""))
+    if cached_n_tokens != n_tokens:
+        fingerprint = _digest(get_vocab())
+        _fingerprints[tokenizer] = (n_tokens, fingerprint)
+    return fingerprint
 
 
 def _digest(vocabulary: dict[str, int]) -> str:
     """Return the SHA-256 over the tokens of a vocabulary, sorted by index and then by token."""
-    # No other thread of Python could run while all pairs are sorted.
+    # Sorting all pairs at once would hold the GIL for long, so that no other thread could run.
     tokens_by_index: defaultdict[int, list[str]] = defaultdict(list)
     for token, index in vocabulary.items():
         tokens_by_index[index].append(token)
@@ -101,19 +101,20 @@ class TermNames:
         """
         if term in self._ids:
             token = self._token_of(term)
+            # A tokenizer may return a token that belongs to another id.
             if token is not None and self._vocabulary.get(token) == term:
                 return token
-        return _numbered(term, self._vocabulary)
+        return _name_with_number(term, self._vocabulary)
 
 
 def term_names_of(tokenizer: Tokenizer) -> TermNames:
     """Return the names of a tokenizer's terms, which are cached until tokens are added to it."""
-    size = len(tokenizer)
-    entry = _term_names.get(tokenizer)
-    if entry is None or entry[0] != size:
-        entry = (size, _create_term_names(tokenizer))
-        _term_names[tokenizer] = entry
-    return entry[1]
+    n_tokens = len(tokenizer)
+    cached_n_tokens, names = _term_names.get(tokenizer, (-1, None))
+    if names is None or cached_n_tokens != n_tokens:
+        names = _create_term_names(tokenizer)
+        _term_names[tokenizer] = (n_tokens, names)
+    return names
 
 
 def _create_term_names(tokenizer: Tokenizer) -> TermNames:
@@ -164,12 +165,12 @@ def fill_missing_names(tokens: Sequence[str | None]) -> list[str]:
     """
     known_tokens = {token for token in tokens if token is not None}
     return [
-        _numbered(term, known_tokens) if token is None else str(token)
+        _name_with_number(term, known_tokens) if token is None else str(token)
         for term, token in enumerate(tokens)
     ]
 
 
-def _numbered(term: int, tokens: Container[str]) -> str:
+def _name_with_number(term: int, tokens: Container[str]) -> str:
     """Return a name with a term's number, such as ``[term_905]``, that no token has."""
     name = f"[term_{term}]"
     while name in tokens:
