@@ -102,8 +102,7 @@ class DiskFullError(OSError):
 def lock_path(path: Path) -> Iterator[None]:
     """Keep other processes from writing a file or folder while the context is open.
 
-    The lock is a file in a hidden folder, see :func:`lock_directory_of`. A process may nest such
-    contexts.
+    The lock is a file in a hidden folder next to the path. A process may nest such contexts.
 
     Args:
         path: the file or folder, which need not exist.
@@ -120,7 +119,8 @@ def lock_path(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # The folder is removed before the lock is released, while no other process can use it.
+        # The outermost of nested contexts removes the folder. It does so before it releases the
+        # lock, while no other process can use the folder.
         is_outermost = lock.lock_counter == 1
         if is_outermost:
             shutil.rmtree(lock_directory, ignore_errors=True)

@@ -117,7 +117,8 @@ def set_precision(model: Model, dtype: Dtype = "auto") -> Precision:
 
     Args:
         model: a model of sentence-transformers, plain or accelerated.
-        dtype: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``; see :func:`choose_precision`.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is bf16 on GPUs with bf16
+            instructions, and fp32 elsewhere.
 
     Returns:
         The dtype, the device and the reason for the choice.

@@ -121,7 +121,8 @@ class SharedVocabulary:
         """
         from torch.distributed.tensor import DTensor, Partial, Shard
 
-        # Every rank looks up the tokens of all ranks in its rows. The collectives need equal sizes.
+        # Every rank looks up the tokens of all ranks in its rows of the table. The ids are padded,
+        # because a collective needs tensors of equal shapes.
         token_counts = self._gather(input_ids.numel())
         padded_ids = nn.functional.pad(input_ids, (0, max(token_counts) - input_ids.numel()))
         all_ids = torch.cat(_all_gather(padded_ids, self._mesh.get_group()))

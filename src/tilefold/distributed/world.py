@@ -127,7 +127,7 @@ class World:
         import torch
 
         previous = self._pending_maximum
-        tensor = torch.tensor([number])
+        tensor = torch.tensor([number])  # the all-reduce replaces the number by the maximum
         with self.explaining_lost_ranks():
             work = self._dist.all_reduce(
                 tensor,

@@ -278,8 +278,8 @@ class _LogContents:
     def move_applied_to_latest(self) -> None:
         """Move the changes that the index has from ``pending`` to ``latest``.
 
-        A document that could not be encoded is an exception: its line has no effect on the index,
-        so that the latest change stays the earlier one.
+        A change whose document could not be encoded is only removed: the index does not have it, so
+        that an earlier change of the document stays the latest one.
         """
         applied = self.applied
         self.last = max(self.last, applied.sequence)  # the last line may have been removed

@@ -53,7 +53,7 @@ _logger = logging.getLogger("tilefold.serve.following")
 
 @dataclass(frozen=True)
 class IndexSource:
-    """Where the generations of a served index come from.
+    """Where the generations (committed states) of a served index come from.
 
     Attributes:
         path: the folder of the index.
@@ -71,7 +71,7 @@ class IndexSource:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A generation that did not take over.
+    """A generation (committed state) of the index that was not opened in place of the served one.
 
     Attributes:
         generation: id of the generation; ``None`` if it could not be read.
@@ -102,9 +102,10 @@ class _OpenedGeneration:
 class IndexFollower:
     """Keeps a service at the current generation of its index folder.
 
-    Another generation is opened in a thread, with its checksums compared and a first search. Then
-    it replaces the served one between two requests. A generation that cannot be opened, or for
-    which there is no memory, is refused, and the served one stays.
+    A generation is a committed state of the index. A new one is opened in a thread: its checksums
+    are compared, and it is searched once. Then it replaces the served one between two requests. A
+    generation that cannot be opened, or for which there is no memory, is refused, and the served
+    one stays.
 
     Attributes:
         service: the service. Its ``searchable`` is the served generation.
@@ -219,7 +220,9 @@ class IndexFollower:
                 await self.reload()
 
     def _log_watch_failure(self, error: Exception) -> None:
-        """Log an unexpected error of a check of the folder, with its traceback the first time.
+        """Log an unexpected error of a check of the folder.
+
+        The check is repeated periodically. An error that equals the last one is not logged again.
 
         Args:
             error: the error.
@@ -304,10 +307,10 @@ class IndexFollower:
         return open_current(self.source.path, self._check_and_open)
 
     def _check_and_open(self, generation: IndexGeneration) -> _OpenedGeneration:
-        """Check the memory and the checksums of a generation, and open it.
+        """Check the memory and the checksums of the current state of the index, and open it.
 
         Args:
-            generation: the current generation.
+            generation: the current generation, which describes this state.
         """
         self._check_memory()
         files = verify_files(self.source.path, self._verified_files)
@@ -386,15 +389,17 @@ class IndexFollower:
 def _free_without_gil(searchable: Searchable) -> None:
     """Let files that a generation has mapped into memory be freed without the GIL.
 
-    They are freed once no other generation uses them either, see :func:`drop_memory`.
+    A generation is a committed state of the index. While its memory is unmapped with the GIL, no
+    request would be answered. Files that another generation also uses stay mapped.
 
     Args:
         searchable: a generation that is going to be replaced.
     """
+    # These references keep the files mapped until drop_memory(), which does not hold the GIL.
     references = [tensor.detach() for tensor in mapped_tensors(searchable.index)]
     if references:
         finalizer = weakref.finalize(searchable, _drop_later, references)
-        finalizer.atexit = False
+        finalizer.atexit = False  # the memory of an ending process need not be freed
 
 
 def _drop_later(references: list[Tensor]) -> None:

@@ -142,9 +142,9 @@ class LoadingApp:
             receive: ASGI function that returns the start and the stop of the server.
             send: ASGI function that confirms them.
         """
-        await receive()
+        await receive()  # the message that the server starts
         await send({"type": "lifespan.startup.complete"})
-        stop = asyncio.ensure_future(receive())
+        stop = asyncio.ensure_future(receive())  # the message that the server stops
         try:
             await self._load_and_answer_until(stop)
         except asyncio.CancelledError:
@@ -158,18 +158,18 @@ class LoadingApp:
     async def _load_and_answer_until(self, stop: asyncio.Future[Message]) -> None:
         """Load the application, and let it answer requests until the server stops.
 
-        If the server stops first, the thread that loads is left to itself.
+        If the server stops before the application is loaded, nobody waits for the loading thread.
 
         Args:
             stop: future that is done when the server stops.
         """
-        loaded = asyncio.ensure_future(self._start_thread().wait())
-        events: set[asyncio.Future[Any]] = {loaded, stop}
+        loading_ended = asyncio.ensure_future(self._start_thread().wait())
+        events: set[asyncio.Future[Any]] = {loading_ended, stop}
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        loaded.cancel()
+        loading_ended.cancel()
         if self.error is not None:
             raise self.error
-        if self._result is None:
+        if self._result is None:  # the server stops
             return
         app = self._result
         async with app.router.lifespan_context(app):

@@ -193,8 +193,7 @@ class _IndexReader:
         """Run a function that reads the index in a thread.
 
         When a request finds that the server of the index does not answer, all requests that wait
-        for a thread at that time fail, too. Otherwise each of them would wait until its own
-        time-out.
+        for a thread at that time fail, too. Otherwise each of them would wait for another time-out.
 
         Args:
             function: function that reads the index.
@@ -372,9 +371,9 @@ class _SearchRoutes:
 
 @dataclass(frozen=True)
 class _Search:
-    """Search of one request in one generation of an index.
+    """Search of one request in one generation (committed state) of an index.
 
-    The generation is released when no request refers to it any more.
+    The memory of the generation is freed when no request refers to it any more.
 
     Attributes:
         service: service that encodes queries.
@@ -488,8 +487,10 @@ class _Search:
     async def _run_explanation(self, encoder: Served, explain: Callable[[], T]) -> T:
         """Run a function that explains scores by tokens, in the batch worker of a model.
 
+        The worker's thread is the only one that may use the model and its tokenizer.
+
         Args:
-            encoder: the model, whose tokenizer only one thread may use.
+            encoder: the model.
             explain: the function.
 
         Raises:
@@ -710,8 +711,9 @@ class _Search:
     async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
         """Rerank the best candidates of a ranking by MaxSim.
 
-        With a weight, they are ranked by the weighted sum of MaxSim and the score of the index.
-        Token vectors of the candidates are read from the store, or computed from their texts.
+        If the options have a weight, the new score is the weighted sum of MaxSim and the score of
+        the index. Token vectors of the candidates are read from the store, or computed from their
+        texts if there is no store.
 
         Args:
             reranking: options with the number of candidates and the weight of MaxSim.
@@ -725,7 +727,7 @@ class _Search:
         (query_vectors,) = outcome.rows
         dimension = query_vectors.size(1)
         packed_query = TokenVectors.pack([QUERY], [query_vectors], dimension, "fp32")
-        candidates = None
+        candidates = None  # the searcher reads them from the store
         if searchable.store is None:
             candidates = await self._encode_candidates(reranking, ranking, dimension)
 
@@ -793,7 +795,10 @@ class _Search:
         return TokenVectors.pack(list(content_of_id), rows, dimension, "fp32")
 
     async def _encode_pages(self, document_ids: Sequence[str]) -> list[torch.Tensor]:
-        """Decode and encode a few pages, after those of other searches that are decoded now.
+        """Decode and encode a few pages.
+
+        A decoded page takes much memory. Only a few searches may hold decoded pages at a time
+        (``decoded_pages``), and others wait here.
 
         Args:
             document_ids: ids of the pages.

@@ -465,14 +465,14 @@ class Server(uvicorn.Server):
         return len(self.server_state.connections)
 
     def attach(self, service: Service, ready: Callable[[], None] | None = None) -> None:
-        """Apply the limits of a service, and let it know how many requests there are.
+        """Apply the limits of a loaded service, and let it ask whether there are other requests.
 
         Args:
             service: service of the application. Its ``is_only_request`` is set.
             ready: function that is called once the service accepts requests.
         """
         self._ready = ready
-        service.is_only_request = lambda: len(self.server_state.tasks) == 1
+        service.is_only_request = lambda: len(self.server_state.tasks) == 1  # a task per request
         self._connection_limits.limits = service.limits
         self._connection_limits.service = service
         if service.follower is not None:
@@ -496,7 +496,7 @@ class Server(uvicorn.Server):
         signal.signal(hangup, reload)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on bound sockets."""
+        """Listen on sockets that are bound to their ports."""
         asyncio.get_running_loop().set_exception_handler(_FileLimitHandler())
         await super().startup(sockets)
         for listening in sockets or ():
@@ -594,8 +594,8 @@ def load_and_run(
 ) -> bool:
     """Serve on a bound socket from now on, with status 503 until the application is loaded.
 
-    The application is loaded in a thread, see :class:`tilefold.serve.LoadingApp`, and then served
-    as by :func:`run`. SIGINT and SIGTERM end the server at once while it loads.
+    The application is loaded in a thread, and then served as by :func:`run`. SIGINT and SIGTERM end
+    the server at once while it loads.
 
     Args:
         load: function that returns the application of :func:`tilefold.serve.create_app`. It is

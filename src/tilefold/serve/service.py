@@ -407,7 +407,10 @@ class Service:
             self.warm_up_model(model)
 
     def warm_up_model(self, model: Served) -> None:
-        """Encode texts with one model, as :meth:`warm_up` does.
+        """Encode texts with one model, so that no request waits for its initialisation.
+
+        These are a word and texts of several lengths, as queries and as documents. A model of page
+        images encodes a blank page as a document.
 
         Args:
             model: the model, which need not be served yet.
@@ -471,8 +474,9 @@ class Service:
     def warm_up_search(self) -> None:
         """Search for a word in the threads of later searches, so that no request waits for them.
 
-        On a GPU, several threads search at the same time: each of them needs handles of the GPU's
-        libraries, and a CUDA graph of the search, of its own. Without an index, nothing happens.
+        On a GPU, several threads search at the same time, because each thread has its own handles
+        of the GPU's libraries and its own CUDA graph of the search. Without an index, nothing
+        happens.
         """
         searchable = self.searchable
         if searchable is None:

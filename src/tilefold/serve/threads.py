@@ -73,17 +73,17 @@ class _CallQueue:
             self.changed.notify_all()
 
     def drop_cancelled(self, call: Call[Any], result: Future[Any]) -> None:
-        """Remove a call from those that wait, if it was cancelled.
+        """Remove a cancelled call from the queue, and forget its arguments.
 
         Args:
             call: the call.
-            result: the future of its result.
+            result: the future of its result. Nothing happens if it was not cancelled.
         """
         if not result.cancelled():
             return
         with self.changed:
             if call not in self.waiting:
-                return  # a thread has it, and does not run it
+                return  # a thread has taken the call; it sees the cancellation and does not run it
             self.waiting.remove(call)
         call.release()
 
@@ -215,7 +215,8 @@ _intervals_lock = threading.Lock()
 def switch_interval(seconds: float) -> Iterator[None]:
     """Limit how long a thread may compute in Python before another one runs, within the context.
 
-    It applies to all threads of the process. Of several open contexts, the shortest time applies.
+    The limit (``sys.setswitchinterval``) applies to all threads of the process. Of several open
+    contexts, the shortest time applies.
 
     Args:
         seconds: the time; Python's default is 0.005.
