@@ -108,7 +108,8 @@ class EncodeOptions:
             uses ``Limits.auto_truncate``.
         truncation_side: end from which inputs are truncated.
         normalize: whether a dense model normalises its vectors, if it does so by default.
-        counted: group of metrics that count the inputs; ``None`` counts them in no metrics.
+        counted: which metrics count the inputs: ``"embed"``; ``"predict"`` for texts that are
+            scored with a query; or ``None`` for no metrics.
     """
 
     side: Side
@@ -705,7 +706,7 @@ class Service:
         self.searchable = searchable
 
     async def run_on_device(self, model: Served, function: Callable[[], T]) -> T:
-        """Run a function in the batch worker of a model's device, between two batches.
+        """Run a function between two batches, in the thread that encodes on a model's device.
 
         Args:
             model: the model, which only this worker may use.
@@ -1029,9 +1030,10 @@ class Service:
         """Add encoded inputs and their durations to the metrics.
 
         Args:
-            counted: group of the metrics.
-            tokenization: seconds of tokenization of the request.
-            answers: the answer for each input.
+            counted: which metrics: ``"embed"`` for inputs whose vectors are returned, ``"predict"``
+                for texts that are scored with a query.
+            tokenization: seconds that tokenization of the whole request took.
+            answers: the answer for each input, with its seconds in the queue and in the model.
         """
         self.metrics.count(f"te_{counted}_success", len(answers))
         for answer in answers:
