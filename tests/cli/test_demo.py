@@ -267,7 +267,9 @@ def test_figures_are_computed_over_every_judged_query_even_those_without_answers
     right = {"q1": {"a": 1.0}, "q2": {"b": 1.0}}
     half = {"q1": {"a": 1.0}, "unjudged": {"b": 1.0}}
     names = demo.SYSTEMS
-    actual = demo.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
+    actual = demo.compute_figures(
+        dict(zip(names, (half, half, right, right, right), strict=True)), qrels
+    )
     assert actual["queries"] == 2
     assert actual["systems"][names[0]] == {
         "nDCG@10": 0.5,

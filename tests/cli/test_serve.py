@@ -390,7 +390,7 @@ def test_the_weights_of_a_model_are_freed_when_it_is_not_served_any_more(masked_
     model = SparseEncoder(masked_lm, device="cpu")
     accelerate(model)
     weights = [*model.parameters(), *model.buffers()]
-    encoder = serve_command._served_encoder(model, "exact", "model")
+    encoder = serve_command._wrap_encoder(model, "exact", "model")
     with torch.inference_mode():  # as forwards of some models do
         model.register_buffer("created_by_forward", torch.ones(2))
     weights.append(model.created_by_forward)

@@ -122,7 +122,7 @@ class DecoderShape:
 
 
 def is_decoder(config: Any) -> bool:
-    """Whether a configuration is that of a causal language model, with or without its LM head.
+    """Return whether a configuration is of a causal language model, with or without its LM head.
 
     Embedding models on decoders are often saved without the head, as ``Qwen3Model``.
     """
@@ -156,6 +156,7 @@ def decoder_shape(config: Any) -> DecoderShape:
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     modules = network.modules()
+    # transformers derives the layers of its decoders from this class
     layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     projections: dict[str, Any] = {}  # projections of the first layer, by name
     norm_names: list[str] = []
@@ -245,13 +246,13 @@ class DecoderTraining:
 
 
 def layer_bytes(shape: DecoderShape, coefficients: LayerBytes) -> float:
-    """Return the bytes that autograd saves in a layer per token.
+    """Return the bytes that autograd saves per token in a layer, for the backward pass.
 
     Args:
         shape: the sizes of the decoder.
-        coefficients: the bytes per dimension of each size.
+        coefficients: measured bytes per hidden, query, key and intermediate dimension.
     """
-    n_further_norms = shape.norms - _NORMS_OF_LLAMA
+    n_further_norms = shape.norms - _NORMS_OF_LLAMA  # two are counted in `hidden`
     queries = coefficients.queries
     keys = coefficients.keys
     if shape.has_qk_norm:
@@ -272,11 +273,13 @@ def pair_bytes(
     *,
     checkpointing: bool,
 ) -> float:
-    """Return the peak memory of a pair: the activations of its tokens, and its vectors.
+    """Return the peak memory in bytes that a training step needs per pair of query and document.
+
+    It holds the activations of the tokens, and a few rows of vocabulary size per text.
 
     Args:
         shape: the sizes of the decoder.
-        coefficients: the bytes that a layer saves.
+        coefficients: the bytes that autograd saves in a layer per token and dimension.
         tokens: the tokens of the query and the document together.
         checkpointing: whether layers are recomputed in the backward pass.
     """
@@ -288,7 +291,7 @@ def pair_bytes(
         peak_rows = CHECKPOINTED_PEAK_ROWS
     else:
         token_bytes = shape.layers * saved_in_layer
-    token_bytes += ENDS_BYTES * shape.hidden
+    token_bytes += ENDS_BYTES * shape.hidden  # embedding and head
     return tokens * token_bytes + TEXTS_PER_PAIR * peak_rows * _FP32_BYTES * shape.vocab
 
 
@@ -327,7 +330,7 @@ def decoder_training(
         weight_bytes = shape.weight_bytes * shape.parameters + _FP32_BYTES * trained_parameters
         has_fp32_weights = shape.weight_bytes == _FP32_BYTES
     if has_fp32_weights:
-        # A layer that is recomputed makes its copies when it runs again.
+        # bf16 copies of layers and embedding. With recomputed layers, only one has its copies.
         layer_copies = shape.layer_parameters / (shape.layers if checkpointing else 1)
         weight_bytes += _BF16_BYTES * (layer_copies + shape.vocab * shape.hidden)
     gradient_bytes = _FP32_BYTES * trained_parameters

@@ -70,8 +70,8 @@ SIZES = {
 def split(collection: Collection, size: Size) -> Collection:
     """Return a collection with some training queries moved to the splits ``test`` and ``dev``.
 
-    A larger test split gives smaller standard errors. A short training hardly misses the moved
-    pairs, because it sees few pairs twice. The full size keeps the original test split.
+    A larger test split gives smaller standard errors. A short training does not need the moved
+    queries, because it sees few of them twice. The full size keeps the original test split.
 
     Args:
         collection: a collection with the splits ``train`` and ``test``.
@@ -134,7 +134,7 @@ def sample_documents(collection: Collection, count: int | None) -> Collection:
 
 
 def _random_key(id_: str) -> str:
-    """Return a hash of an id, by which ids are sorted in a random but reproducible order."""
+    """Return a sort key of an id (its hash), which gives a random but reproducible order."""
     return hashlib.sha256(id_.encode()).hexdigest()
 
 
@@ -150,7 +150,7 @@ BASE_MODEL = "minilm"
 
 
 def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
-    """Return the folder of a demo, whose name depends on everything that the demo depends on.
+    """Return the folder of a demo. Demos with different data, size or seed have different ones.
 
     Args:
         root: the folder of all demos.
@@ -195,7 +195,7 @@ def encode(
     folder: Path,
     **options: object,
 ) -> bool:
-    """Encode documents into a folder, or finish the encoding of an earlier run.
+    """Encode documents into a folder, and keep what an earlier run has encoded.
 
     If the folder is damaged or was made with other settings, all documents are encoded again.
 
@@ -275,6 +275,7 @@ def search_untrained(
         kinds=("multi-vector",),
         fast=_models.FUSED,
     )
+    # The mean token states of a text are its dense vector.
     token_states = SharedStates()
     token_states.record(token_model)
     tokens_reused = encode(

@@ -81,7 +81,7 @@ def training(
     *,
     checkpointing: bool,
 ) -> Training:
-    """Estimate the memory of training SPLADE with `accelerate`, in bf16 autocast.
+    """Estimate the memory of training SPLADE with tilefold's kernels, in bf16 autocast.
 
     The memory of a step is fixed_bytes + pairs * pair_bytes. The fixed part holds the weights, the
     gradients and the state of AdamW. A pair needs the activations that layers save for each token,
@@ -124,7 +124,7 @@ def training(
 
 
 def largest_batch(free_bytes: float, pair_bytes: float) -> int:
-    """Return the number of pairs whose activations and scores fit, 0 if none does.
+    """Return the largest number of pairs whose activations and scores fit in memory, or 0.
 
     Args:
         free_bytes: the memory that weights, gradients and optimiser states leave.
@@ -139,7 +139,10 @@ def largest_in_mini_batches(
     vocab: int,
     mini_batch_size: int,
 ) -> int:
-    """Return the number of pairs that fit in mini-batches with cached gradients.
+    """Return the largest number of pairs that fit if they are encoded in mini-batches.
+
+    Gradients of vectors are cached: all pairs are encoded for the loss without saving
+    activations, and then again, one mini-batch at a time, for the gradients of the model.
 
     Args:
         free_bytes: the memory that weights, gradients and optimiser states leave.
@@ -161,7 +164,7 @@ def largest_in_mini_batches(
         )
         return max(mini_batch, loss_forward, loss_backward)
 
-    # Binary search for the largest number of pairs whose peak fits.
+    # Binary search: the count of numbers 1, 2, ... whose peak fits is the largest of them.
     return bisect.bisect(range(1, 1 << 24), free_bytes, key=cached_bytes)
 
 

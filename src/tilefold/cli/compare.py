@@ -199,7 +199,7 @@ def _print_json(
     differences: Sequence[Difference],
     worst_queries: Sequence[Sequence[WorstQuery]],
 ) -> None:
-    """Print runs and differences as JSON.
+    """Print the means of runs, and the differences between them, as JSON.
 
     Args:
         request: the options of the command.
@@ -239,7 +239,9 @@ def _print_report(
     differences: Sequence[Difference],
     worst_queries: Sequence[Sequence[WorstQuery]],
 ) -> None:
-    """Print runs, differences, conventions and the queries with the largest losses as text.
+    """Print the means of runs, the differences between them, and the largest losses as text.
+
+    Lines between them say which rules of evaluation affect a run, such as judgements below 0.
 
     Args:
         request: the options of the command.
@@ -270,8 +272,12 @@ def _print_report(
 
 
 def _label_runs(paths: Sequence[Path]) -> list[str]:
-    """Return the names of run files without extensions, or their paths if the names repeat."""
-    if len(set(paths)) < max(2, len(paths)):
+    """Return the names of run files without extensions, or their paths if the names repeat.
+
+    Raises:
+        UsageError: if there are fewer than two files, or a file is repeated.
+    """
+    if len(paths) < 2 or len(set(paths)) < len(paths):
         raise UsageError(
             f"run: expected two files or more, each once, got {', '.join(map(str, paths))}.",
         )
@@ -326,7 +332,7 @@ def _format_difference(difference: Difference) -> list[str]:
     Args:
         difference: the mean difference in a measure, with wins and losses, and p-values.
     """
-    mark = "*" if difference.different else " "
+    mark = "*" if difference.different else " "  # the columns of numbers stay aligned
     return [
         difference.run,
         difference.over,
@@ -362,7 +368,7 @@ def _find_worst_queries(
     collection: Collection,
     count: int,
 ) -> list[WorstQuery]:
-    """Return the queries with the largest losses of a run to its baseline.
+    """Return the queries for which a run loses most to its baseline, in one measure.
 
     Args:
         difference: the comparison of the runs, with its queries in ascending order of difference.
@@ -370,7 +376,7 @@ def _find_worst_queries(
         collection: the collection with the texts of the queries.
         count: the maximum number of queries. Queries without a loss are left out.
     """
-    losing = [query for query, value in difference.by_query.items() if value < 0]
+    losing_queries = [query for query, value in difference.by_query.items() if value < 0]
     return [
         WorstQuery(
             query=query,
@@ -381,7 +387,7 @@ def _find_worst_queries(
                 for label in (difference.over, difference.run)
             },
         )
-        for query in losing[:count]
+        for query in losing_queries[:count]
     ]
 
 

@@ -212,7 +212,7 @@ class Stages:
 
 
 def _note_answers(system: str, collection: Collection, run: Run) -> None:
-    """Print the titles of the first documents for the example query."""
+    """Print the titles of the documents that a system ranks first for the example query."""
     documents = list(run[steps.EXAMPLE_ID])[:ANSWERS]
     titles = [collection.documents[document_id].title or document_id for document_id in documents]
     note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
@@ -225,10 +225,10 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> dict[str, Any]:
         size: the size of the demo.
         seed: the seed of the training.
         output: the folder of all demos.
-        stages: the stages, which are recorded.
+        stages: prints the title of each step, and records its time.
 
     Returns:
-        The results that :func:`print_report` prints.
+        The results, as ``--json`` prints them.
     """
     from tilefold.recipes import train
 
@@ -292,7 +292,8 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Search with the trained model, fuse and rerank, and compute the measures of all systems.
 
-    Weights are chosen on the split ``dev``. The measures are computed on the split ``test``.
+    The weights of fusion and reranking are chosen on queries of the split ``dev``. The measures are
+    computed on the split ``test``.
 
     Args:
         folder: the folder of the demo, with the trained model.
@@ -300,7 +301,11 @@ def _evaluate(
         queries: query id -> text, for both splits.
         bm25: the run of BM25.
         untrained: the dense run and the token vectors of all-MiniLM-L6-v2.
-        stages: the stages, which are recorded.
+        stages: prints the title of each step, and records its time.
+
+    Returns:
+        The results for ``--json``: the measures and differences of the systems, mean numbers of
+        active terms, and weights.
     """
     encoder = _models.load_encoder(str(folder / "model"))
     vectors = _encode_documents(encoder, collection, folder, stages)
@@ -315,7 +320,7 @@ def _evaluate(
     _note_answers("SPLADE", collection, splade)
     dev = collection.qrels["dev"]
     with stages.stage("fusion", "choosing fusion weights on held-out training queries"):
-        fused, fusion_weights = _interpolate((bm25, untrained.dense_run, splade), dev)
+        fused, fusion_weights = _interpolate_best((bm25, untrained.dense_run, splade), dev)
     with stages.stage(
         "reranking",
         "reranking by late interaction; its weight is chosen on the same queries",
@@ -327,10 +332,10 @@ def _evaluate(
             depth=steps.RERANKED,
             tail="drop",
         )
-        reranked, late_weights = _interpolate((splade, late), dev)
+        reranked, late_weights = _interpolate_best((splade, late), dev)
     all_runs = (bm25, untrained.dense_run, splade, fused, reranked)
     run_by_system = dict(zip(SYSTEMS, all_runs, strict=True))
-    results = figures(run_by_system, collection.qrels["test"])
+    results = compute_figures(run_by_system, collection.qrels["test"])
     results["active_terms"] = {
         "queries": retrieval.active_terms(encoded),
         "documents": retrieval.active_terms(vectors),
@@ -349,11 +354,11 @@ def _evaluate(
     return results
 
 
-def _interpolate(
+def _interpolate_best(
     runs: Sequence[Run],
     qrels: dict[str, dict[str, int]],
 ) -> tuple[Run, Sequence[float]]:
-    """Interpolate runs with the weights that have the highest nDCG@10 on judged queries.
+    """Interpolate the scores of runs, with the weights that have the highest nDCG@10.
 
     Args:
         runs: the runs.
@@ -380,7 +385,7 @@ def _encode_documents(
         encoder: the trained model.
         collection: the documents.
         folder: the folder of the demo.
-        stages: the stages, to which this one is added.
+        stages: prints the title of this step, and records its time.
     """
     title = f"encoding the documents: {len(collection.documents)} documents"
     with stages.stage("encoding", title) as outcome:
@@ -402,10 +407,10 @@ def _build_indexes(vectors: SparseVectors, folder: Path, stages: Stages) -> dict
     Args:
         vectors: the vectors of the documents.
         folder: the folder of the demo.
-        stages: the stages, to which this one is added.
+        stages: prints the title of this step, and records its time.
 
     Returns:
-        Backend -> index.
+        ``"exact"`` or ``"seismic"`` -> index.
     """
     indexes: dict[str, Any] = {}
     with stages.stage("indexing", "indexing") as outcome:
@@ -419,16 +424,16 @@ def _build_indexes(vectors: SparseVectors, folder: Path, stages: Stages) -> dict
     return indexes
 
 
-def _mean(values: list[float]) -> Mean:
-    """Return the mean of the values of queries with its standard error.
+def _mean_over_queries(values: list[float]) -> Mean:
+    """Return the mean of a value per query, with its standard error.
 
-    Its interval is not used, so few resamples suffice.
+    The demo does not show the bootstrap interval, so few resamples suffice.
     """
     mean: Mean = retrieval.mean_of(values, resamples=99)
     return mean
 
 
-def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
+def compute_figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Compute the mean measures of each system, and the paired differences that the demo reports.
 
     Args:
@@ -445,8 +450,8 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
     }
     systems: dict[str, dict[str, Any]] = {}
     for system, table in tables.items():
-        ndcg = _mean([values[NDCG] for values in table.values()])
-        recall = _mean([values[RECALL] for values in table.values()])
+        ndcg = _mean_over_queries([values[NDCG] for values in table.values()])
+        recall = _mean_over_queries([values[RECALL] for values in table.values()])
         systems[system] = {
             NDCG: ndcg.mean,
             RECALL: recall.mean,
@@ -462,7 +467,7 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
         (late, splade),
     ):
         pairs = zip(tables[system].values(), tables[baseline].values(), strict=True)
-        difference = _mean(
+        difference = _mean_over_queries(
             [values[NDCG] - baseline_values[NDCG] for values, baseline_values in pairs],
         )
         comparisons.append(
@@ -478,7 +483,12 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
 
 
 def difference_line(comparison: dict[str, Any]) -> str:
-    """Format a comparison of :func:`figures`, with its standard error."""
+    """Format the difference between two systems in nDCG@10, with its standard error.
+
+    Args:
+        comparison: the names of both systems (``system``, ``over``), the mean ``difference`` over
+            queries and its ``standard_error``.
+    """
     difference = comparison["difference"]
     error = comparison["standard_error"]
     line = f"{comparison['system']} over {comparison['over']}: {difference:+.3f} ± {error:.3f}"
@@ -571,7 +581,7 @@ def commands(folder: Path, size: Size, seed: int, weight: float) -> list[str]:
         folder: the folder of the demo, which the first line changes to.
         size: the size of the demo.
         seed: the seed of the training.
-        weight: the weight of late interaction in the last row.
+        weight: the weight of late interaction in the last row, where it reranks.
     """
     recipe = steps.make_recipe(size, seed)
     both_splits = "--data data --split test --split dev"

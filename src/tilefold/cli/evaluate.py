@@ -262,9 +262,9 @@ def _read_or_search(
 
     Args:
         request: the options of the command.
-        search_request: the options of the search.
+        search_request: the options of the search, if there is no ``--run``.
         reranking: the options of reranking; None without ``--rerank``.
-        task: the queries and documents.
+        task: the queries, documents and judgements.
     """
     reranker = _load_reranker(request, task)  # raises an error before the search, which takes long
     search: _Search | None = None
@@ -332,7 +332,7 @@ def _load_reranker(request: EvaluateRequest, task: _Task) -> Reranker | None:
 
     Args:
         request: the options of the command.
-        task: the documents that are reranked, and their provenance.
+        task: the documents that are reranked, and their fingerprint.
     """
     if request.rerank is None:
         return None
@@ -373,11 +373,11 @@ def _rerank(
 
     Args:
         run: the run.
-        reranker: the reranker.
-        reranking: the options of reranking.
-        passages: the best passages of the documents, which are reranked in their place; None for
+        reranker: the model, or the token vectors, that reranks documents.
+        reranking: the options of reranking, such as the number of documents.
+        passages: the best passage of each document, which is reranked in its place; None reranks
             whole documents.
-        task: the queries.
+        task: the queries. Other queries of the run are left out.
     """
     candidates = {query: scores for query, scores in run.run.items() if query in task.queries}
     with _options.errors_name_options(documents="--rerank", tokens="--rerank"):
@@ -420,7 +420,7 @@ def _print_scores(
         request: the options of the command.
         collection: the collection of the run.
         scores: the scores of the run.
-        precisions: the dtypes of vectors, as :attr:`Searcher.precisions` has them.
+        precisions: the dtypes of the vectors that the search and the reranker have compared.
         changes: split -> comparison with the ranking without feedback; None without feedback.
     """
     if not request.as_json:
@@ -491,14 +491,15 @@ class _Search:
 
 
 def _search(request: EvaluateRequest, search_request: SearchRequest, task: _Task) -> _Search:
-    """Search an index for the queries, or documents that a dense model encodes now.
+    """Search the index of ``--index``, or documents that the dense model of ``--model`` encodes.
 
     Args:
         request: the options of the command.
-        search_request: the options of the search, without filter and treatment of identical ids.
+        search_request: the options of the search. The filter of ``--where`` is added, and whether
+            hits with the query's own id are ignored.
         task: the queries and documents.
     """
-    second_ranking = None
+    second_ranking = None  # that of --prf-with
     if request.prf_with is not None:
         second_ranking = _retrievers.load_second_ranking(
             request.prf_with,
@@ -526,6 +527,7 @@ def _search(request: EvaluateRequest, search_request: SearchRequest, task: _Task
             searcher.provenance,
             expected=task.provenance,
         )
+    # Without an id that queries and documents share, there is nothing to ignore.
     shares_ids = any(query in task.collection.documents for query in task.queries)
     search_request = replace(
         search_request,
@@ -804,7 +806,7 @@ def _choose_weights(
     measure: str,
     depth: int,
 ) -> _Weights:
-    """Return the weights of ``--weight``, or choose the best ones on the split of ``--tune``.
+    """Return the weights of ``--weight``, or choose the best ones on the queries of ``--tune``.
 
     Args:
         request: the options of the command.
@@ -816,7 +818,7 @@ def _choose_weights(
     collection = judgements.collection
     if request.tune is None or collection is None:
         return _Weights(request.weight, {})
-    # Refused before the weights are chosen, which takes long.
+    # Raises an error before the weights are chosen, which takes long.
     shared_queries = _count_shared_queries(
         collection,
         request.tune,
@@ -886,11 +888,11 @@ def _print_fusion(
 
 
 def _print_shared_queries(collection: Collection, shared_queries: Mapping[str, int]) -> None:
-    """Print for each split how many of its queries the weights were chosen on.
+    """Print for each evaluated split on how many of its queries the weights were chosen.
 
     Args:
         collection: the collection with the judgements.
-        shared_queries: the result of :func:`_count_shared_queries`.
+        shared_queries: split -> number of these queries.
     """
     for split, n_shared in shared_queries.items():
         typer.echo(
@@ -905,16 +907,16 @@ def _fuse(
     weights: Sequence[float] | None,
     depth: int,
 ) -> _scores.NamedRun:
-    """Fuse runs by reciprocal ranks (``rrf``), or by interpolation of their scores.
+    """Fuse runs by reciprocal ranks (``rrf``), or by a weighted sum of their normalised scores.
 
     Args:
-        request: the options that name the method, and those of the method.
+        request: the method of fusion, and its options.
         runs: the runs.
-        weights: a weight per run, for interpolation; None for equal weights.
+        weights: a weight per run for the sum; None for equal weights.
         depth: the number of documents per query in the fused run.
 
     Returns:
-        The fused run, with the fingerprint of the documents that all runs share.
+        The fused run, with the fingerprint of the documents if it is the same in all runs.
     """
     rankings = [run.run for run in runs]
     if request.method == "rrf":
@@ -942,10 +944,10 @@ def _fuse(
 def _without_identical_ids(
     runs: Sequence[_scores.NamedRun],
 ) -> tuple[list[_scores.NamedRun], set[str]]:
-    """Remove from runs the hits whose id is the query's, before their scores are normalised.
+    """Remove the hits with the query's own id from runs, before scores are normalised and fused.
 
     Such a hit is the query itself in collections whose queries are documents. Its high score would
-    change the normalisation.
+    change the normalisation of the other hits.
 
     Args:
         runs: the runs.

@@ -175,10 +175,10 @@ def _write_export(
     term_names: Sequence[str | None] | None,
     texts: Mapping[str, str] | None,
 ) -> Exported:
-    """Write the files for the engine of ``--to``, with the defaults of options that were not given.
+    """Write the schema and the documents for OpenSearch or Vespa.
 
     Args:
-        request: the options of the command.
+        request: the options of the command. Options that were not given have their defaults.
         vectors: the folder of the vectors.
         term_names: a name per term; None names terms by their numbers.
         texts: document id -> text; None writes no texts.
@@ -249,7 +249,11 @@ def _export_documents(request: ExportRequest) -> None:
 
 
 def _describe_files(files: Sequence[str]) -> str:
-    """Describe the files of an export: the schema, and the feed or the bulk files."""
+    """Describe the files of an export: the schema, and the files of documents.
+
+    Args:
+        files: the names of the files, with the schema first.
+    """
     schema, *documents = files
     if len(documents) == 1:
         return f"{schema}, {documents[0]}"
@@ -289,7 +293,7 @@ def _export_graph(request: ExportRequest) -> None:
     except ImportError as error:
         raise CommandError(f"--to onnx: {error}") from error
     seconds = round(time.monotonic() - started, 3)
-    error_name, error_value = next(iter(graph.error.items()))
+    error_name, error_value = next(iter(graph.error.items()))  # the only numerical error
     _common.print_result(
         {**graph._asdict(), "seconds": seconds},
         request.as_json,
@@ -300,7 +304,7 @@ def _export_graph(request: ExportRequest) -> None:
 
 
 def _names_terms_by_tokens(request: ExportRequest) -> bool:
-    """Whether terms are named by tokens of the vocabulary instead of numbers.
+    """Return whether terms are named by tokens of the vocabulary, instead of by numbers.
 
     Raises:
         UsageError: if ``--names tokens`` is given for a type of field that only takes numbers.
@@ -353,11 +357,14 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _load_texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
-    """Return the texts of ``--data`` by id, of passages if the vectors are of passages.
+    """Load the texts of ``--data``, which the engine stores with the vectors.
 
     Args:
         data: the value of ``--data``; None returns None.
         vectors: the folder of the vectors.
+
+    Returns:
+        Id -> text, of documents or of the passages that the vectors are of.
 
     Raises:
         CommandError: if the vectors were not made from these documents.

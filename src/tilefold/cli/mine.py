@@ -203,7 +203,7 @@ def mine(request: MineRequest) -> None:
         tilefold mine --data DATA --index INDEX --output mined.parquet
     """
     windows = _parse_windows(request.ranks, request.per_query)
-    false_negatives = check_filter(request.margin, request.max_score_share)
+    false_negatives = create_filter(request.margin, request.max_score_share)
     _scores.check_output_file(
         request.output,
         "--output",
@@ -215,9 +215,9 @@ def mine(request: MineRequest) -> None:
     _models.check_model_names({"--model": request.model})
     collection = _common.load_data(request.data, drop_unknown=request.drop_unknown)
     _common.check_split(collection, request.split)
-    depth = max(window.last for window in windows)
+    depth = max(window.last for window in windows)  # documents per query
     if false_negatives is not None:
-        depth = max(depth, FILTER_DEPTH)
+        depth = max(depth, FILTER_DEPTH)  # the filter compares with relevant documents further down
     source = _open_source(request, collection, depth)
 
     mined = retrieval.mine_negatives(
@@ -245,12 +245,15 @@ def mine(request: MineRequest) -> None:
 
 
 def _parse_windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
-    """Parse ``--ranks`` and ``--per-query`` into windows of ranks, from which negatives are drawn.
+    """Parse ``--ranks`` and ``--per-query``: ranges of ranks, and the negatives to draw from each.
 
     Args:
         ranks: the values of ``--ranks``, such as ``"1-50"``; None takes the default range.
         per_query: the numbers of negatives of ``--per-query``, one per range or a single one for
             all ranges; None takes the default number.
+
+    Returns:
+        A window (first rank, last rank, number of negatives) for each range.
 
     Raises:
         UsageError: if the numbers do not match the ranges, or a text is not a range.
@@ -274,8 +277,16 @@ def _parse_windows(ranks: list[str] | None, per_query: list[int] | None) -> list
     return windows
 
 
-def check_filter(margin: float | None, max_score_share: float | None) -> FalseNegatives | None:
-    """Return the filter of ``--margin`` and ``--max-score-share``; None if neither is given."""
+def create_filter(margin: float | None, max_score_share: float | None) -> FalseNegatives | None:
+    """Return the filter that leaves out documents which may be relevant although not judged.
+
+    Args:
+        margin: the value of ``--margin``.
+        max_score_share: the value of ``--max-score-share``.
+
+    Returns:
+        The filter; None if neither option was given.
+    """
     from tilefold.retrieval.training_data.mining import FalseNegatives
 
     if margin is None and max_score_share is None:
@@ -338,11 +349,12 @@ def _write(
     collection: Collection,
     request: MineRequest,
 ) -> None:
-    """Write mined negatives as training rows, and print how many there are.
+    """Write mined negatives to ``--output``, and print how many there are.
 
     Args:
         mined: the negatives.
-        provenance: the origin of the negatives, which is recorded in the file.
+        provenance: the origin of the negatives, such as the retriever and the seed, which is
+            recorded in the file.
         collection: the collection with the texts, whose fingerprints are recorded, too.
         request: the options of the command.
 
@@ -548,7 +560,7 @@ def score(request: ScoreRequest) -> None:
             --output scored.parquet
     """
     # All options are checked before any work.
-    false_negatives = check_filter(request.margin, request.max_score_share)
+    false_negatives = create_filter(request.margin, request.max_score_share)
     columns = _column_names(request.teacher)
     if BM25 in request.teacher:
         _options.checked_bm25_language(request.language)
@@ -563,7 +575,7 @@ def score(request: ScoreRequest) -> None:
     _check_teachers(request)
 
     mined_rows = retrieval.read_training_rows(request.mined)
-    like_column = _column_to_imitate(request.like, columns, mined_rows)
+    like_column = _find_column_to_imitate(request.like, columns, mined_rows)
     rows, collection = _with_relevant_documents(request, mined_rows)
     work_folder = request.output.with_name(f".{request.output.name}.scoring")
     if not request.resume:
@@ -592,9 +604,11 @@ def _with_relevant_documents(
 ) -> tuple[TrainingRows, Collection]:
     """Load the collection of mined rows, and add the judged relevant documents that they lack.
 
+    A row is a query, a document, and whether it is relevant.
+
     Args:
         request: the options of the command. ``--split`` overrides the split of the rows.
-        mined_rows: the rows.
+        mined_rows: the rows of the file of ``tilefold mine``.
 
     Returns:
         The completed rows, and the collection.
@@ -613,7 +627,7 @@ def _without_false_negatives(
     rows: TrainingRows,
     false_negatives: FalseNegatives,
 ) -> TrainingRows:
-    """Drop negatives with too high scores, and record the filter.
+    """Drop negatives whose scores are so high that they may be relevant, and record the filter.
 
     Args:
         request: the options of the command, with ``--margin`` and ``--max-score-share``.
@@ -643,17 +657,20 @@ def _check_teachers(request: ScoreRequest) -> None:
         _models.checked_model_name(name, "--teacher")
 
 
-def _column_to_imitate(
+def _find_column_to_imitate(
     like: str | None,
     columns: Mapping[str, str],
     rows: TrainingRows,
 ) -> str | None:
-    """Return the column whose mean and deviation the ensemble gets, or None without ``--like``.
+    """Return the column of the teacher of ``--like``, whose mean and deviation the ensemble gets.
 
     Args:
         like: the value of ``--like``: a value of ``--teacher``, or a column of the rows.
         columns: value of ``--teacher`` -> name of its column.
         rows: the training rows, which may have columns of earlier teachers.
+
+    Returns:
+        The name of the column; None without ``--like``.
 
     Raises:
         UsageError: if there is no such teacher.
@@ -667,12 +684,13 @@ def _column_to_imitate(
 
 
 def _add_ensemble(request: ScoreRequest, rows: TrainingRows, like_column: str | None) -> None:
-    """Set the target of training rows to the ensemble of all teachers, and record how.
+    """Set the scores to train with to the mean of all teachers (the ensemble), and record how.
 
     Args:
         request: the options of the command.
         rows: the training rows with the scores of the teachers, which are changed in place.
-        like_column: the column whose mean and deviation the ensemble gets; None scales the mean.
+        like_column: the column of the teacher whose mean and deviation the ensemble gets; None
+            multiplies it by ``--scale`` instead.
     """
     from tilefold.retrieval.training_data.teachers import applied_scale
 
@@ -697,7 +715,9 @@ def _score_with_teacher(
     collection: Collection,
     work_folder: Path,
 ) -> None:
-    """Load a teacher, score training rows with it, and add its scores and provenance to them.
+    """Load a teacher, score training rows with it, and add a column with its scores to them.
+
+    The kind, the fingerprint and the precision of the teacher are recorded with the rows.
 
     Args:
         request: the options of the command.
@@ -705,7 +725,7 @@ def _score_with_teacher(
         column: the name of the teacher's column.
         rows: the training rows, which are changed in place.
         collection: the collection with the texts.
-        work_folder: the folder of unfinished scores.
+        work_folder: the folder of unfinished scores, from which a later run resumes.
     """
     teacher = _load_teacher(source, column, collection, request)
     _note_teacher(teacher, column)
@@ -737,6 +757,7 @@ def _note_teacher(teacher: Teacher, column: str) -> None:
     if teacher.language is not None:
         note(f"{column} uses the stop words and the stemmer of --language {teacher.language}")
     if teacher.precision is not None:
+        # The last layers of a cross-encoder, which compute its scores, always use fp32.
         has_fp32_scores = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
         suffix = ", its scores in fp32" if has_fp32_scores else ""
         note(f"{column} computes in {precision_of(teacher.model)}{suffix}")
@@ -767,7 +788,7 @@ def _column_names(teachers: list[str]) -> dict[str, str]:
 
 
 def _is_index(name: str) -> bool:
-    """Whether a value of ``--teacher`` is the folder of an index."""
+    """Return whether a value of ``--teacher`` is the folder of an index."""
     return (Path(name) / "index.json").is_file()
 
 
@@ -819,11 +840,11 @@ def _load_teacher(
     try:
         return Teacher(column, kind, model)
     except ValueError as error:
-        raise UsageError(f"--{error}") from error
+        raise UsageError(f"--{error}") from error  # the text begins with "teacher"
 
 
 def _record_fingerprints(rows: TrainingRows, collection: Collection) -> None:
-    """Record the fingerprints of the collection's texts in training rows, which may lack them."""
+    """Record in training rows the fingerprints of the collection's documents and of its queries."""
     from tilefold.retrieval.training_data.rows import queries_of
 
     rows.made_by["texts_sha256"] = texts_digest(collection.contents())
@@ -879,10 +900,11 @@ def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: boo
 def _share_of_queries_with_relevant_first(rows: TrainingRows) -> float:
     """Return the share of queries for which no document scores above the best relevant one."""
     n_relevant_first = 0
-    for group in rows.groups():  # the rows of one query
-        if group.target is None or not group.relevant.any():
+    for query_rows in rows.groups():
+        scores = query_rows.target  # of the ensemble
+        if scores is None or not query_rows.relevant.any():
             continue
-        best_relevant_score = group.target[group.relevant].max()
-        if best_relevant_score >= group.target.max():
+        best_relevant_score = scores[query_rows.relevant].max()
+        if best_relevant_score >= scores.max():
             n_relevant_first += 1
     return n_relevant_first / len(rows.queries)

@@ -308,22 +308,26 @@ def _open_searcher(request: SearchCommandRequest) -> Searcher:
     return searcher
 
 
-def _load_searcher_parts(request: SearchCommandRequest, made_by: Provenance) -> SearcherParts:
-    """Load the optional parts of a searcher: documents, second ranking and reranker.
+def _load_searcher_parts(
+    request: SearchCommandRequest,
+    index_provenance: Provenance,
+) -> SearcherParts:
+    """Load what a searcher may have besides its index: documents, a second ranking, a reranker.
 
     Args:
         request: the options that name the parts: ``--data``, ``--vectors``, ``--prf-with`` and
             ``--rerank``.
-        made_by: the provenance of the index, which must have been made from ``--data``.
+        index_provenance: the fingerprints of the model and of the documents of the index, which
+            must be those of ``--data``.
     """
     documents = None
     if request.data is not None:
         index_folder = Path(str(request.index))
-        documents = _scores.open_documents(request.data, index_folder, made_by)
-    second = None
+        documents = _scores.open_documents(request.data, index_folder, index_provenance)
+    second_index = None  # whose scores are interpolated with those of the index
     if request.prf_with is not None:
         # The searcher checks that both indexes were made from the same documents.
-        second = _retrievers.load_second_index(request.prf_with)
+        second_index = _retrievers.load_second_index(request.prf_with)
     reranking_model = None
     token_store = None
     if request.rerank is not None:
@@ -336,7 +340,7 @@ def _load_searcher_parts(request: SearchCommandRequest, made_by: Provenance) -> 
     return SearcherParts(
         documents=documents,
         vectors=request.vectors,
-        second=second,
+        second=second_index,
         late=reranking_model,
         tokens=token_store,
     )
@@ -439,7 +443,7 @@ class _IncompleteHits:
         searcher: Searcher,
         request: SearchCommandRequest,
     ) -> None:
-        """Count the hits of a query.
+        """Add the hits of a query to the counts.
 
         Args:
             hits: the hits, as the searcher returns them.
@@ -476,10 +480,10 @@ def _print_hits_of_queries(
     request: SearchCommandRequest,
     search_request: SearchRequest,
 ) -> None:
-    """Search each query as it is read, and print its hits.
+    """Search each query as it is read, and print its hits as a table or as JSON.
 
-    With ``--json``, a single query is printed as an object over several lines. Several queries are
-    printed as one object per line.
+    JSON of a single query is one object over several lines. Several queries are printed as one
+    object per line.
 
     Args:
         searcher: the searcher.
@@ -545,7 +549,9 @@ def _write_heat_maps(
     query: str,
     hits: list[dict[str, Any]],
 ) -> None:
-    """Write the heat maps of the hits that are pages, and add their paths to the hits.
+    """Write an image of each hit that is a page, with the patches that the query has matched.
+
+    The path of the image (heat map) is added to the hit.
 
     Args:
         searcher: the searcher.
@@ -562,12 +568,13 @@ def _write_heat_maps(
             pages.append(hit)
     if hits and not pages:
         note(f"--heat-maps: none of the {len(hits)} hits is a page image")
+    is_reranked = request.rerank is not None  # the reranker, or else the index, has page vectors
     for hit in pages:
-        image: Any = searcher.encoded_item(hit["id"], with_reranker=request.rerank is not None)
+        image: Any = searcher.encoded_item(hit["id"], with_reranker=is_reranked)
         explanations = searcher.explain_items(
             query,
             {hit["id"]: image},
-            with_reranker=request.rerank is not None,
+            with_reranker=is_reranked,
         )
         path = paths.path_of(
             query_id=None if request.has_one_query else query_id,
@@ -626,6 +633,7 @@ class _HeatMapPaths:
 def _file_name(text: str) -> str:
     """Return a short file name that resembles a text."""
     name = _NOT_IN_FILE_NAMES.sub("_", text)
+    # The last character may be cut within its bytes, and is then left out.
     return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
 
 
@@ -690,7 +698,7 @@ def _check_is_unicode(query: str, source: str) -> None:
 def _check_queries_have_ids(path: Path) -> None:
     """Raise ``UsageError`` if the queries of a file have no ids.
 
-    Line numbers would take their place, and would not match the ids of judgements.
+    The numbers of their lines would become their ids, and may be the ids of unrelated documents.
     """
     try:
         check_queries_have_ids(path)
@@ -720,7 +728,7 @@ def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
     Args:
         query: the text of the query.
         hits: the hits as dictionaries, as the searcher returns them. After reranking, ``first``
-            holds the rank and the score before it.
+            holds the rank and the score before reranking.
     """
     is_reranked = "first" in hits[0]
     first_title = "before reranking: #, score"
@@ -780,9 +788,9 @@ def _format_matches(matches: list[dict[str, Any]]) -> str:
     A match on a page image is the left and the upper edge of the patch, in percent of the page, or
     a word of the model's prompt.
     """
-    content = [match for match in matches if match["content"]]
+    content_matches = [match for match in matches if match["content"]]  # no special tokens
     cells = []
-    for match in content or matches:
+    for match in content_matches or matches:
         matched = match["document_token"]
         if "box" in match:
             left, top, _, _ = match["box"]

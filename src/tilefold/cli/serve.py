@@ -429,7 +429,7 @@ def _run(
     from tilefold.serve.server import load_and_run
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    # The log says when another generation of the index takes over.
+    # The log says when a changed index takes over.
     logging.getLogger("tilefold.serve.following").setLevel(logging.INFO)
     host = request.host
     host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
@@ -440,7 +440,7 @@ def _run(
     is_private = host in _LOOPBACK and access.key is None
 
     def load(report: Report) -> FastAPI:
-        """Load the models and the index in a thread of the server."""
+        """Load the models and the index in a thread of the server, and create its application."""
         from tilefold.serve.app import create_app
 
         service = _load_service(request, limits, report)
@@ -466,7 +466,7 @@ def _run(
         listening=announce_listening,
         ready=announce_ready,
     )
-    if not was_loaded:
+    if not was_loaded:  # Ctrl-C or SIGTERM came before
         _leave_while_loading()
 
 
@@ -485,10 +485,12 @@ def _leave_while_loading() -> NoReturn:
 def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Service:
     """Load the models and the index, encode short texts with each model, and search for a word.
 
+    The first use of a model or an index takes longer, and shows whether it works.
+
     Args:
         request: the options of the command.
         limits: the limits of the service.
-        report: function that is called with the next stage.
+        report: function that is called with a description of the next stage.
 
     Raises:
         CommandError: if a model cannot encode, or the index cannot be searched.
@@ -570,7 +572,9 @@ def _load(request: ServeRequest, limits: Limits) -> Service:
 
 
 def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits) -> Service:
-    """Load an index with its models, and follow the changes of its folder.
+    """Load an index with its models, and let the server reload it when its folder changes.
+
+    Each committed state of the folder is a generation, which has an id.
 
     Args:
         request: the options of the command.
@@ -583,9 +587,10 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
     from tilefold.serve.service import Service
     from tilefold.serve.writing import DocumentWriter
 
-    log = DocumentLog(index_path)
+    log = DocumentLog(index_path)  # of documents that were put or deleted over HTTP
 
     def reopen(served: Searchable, generation_id: str) -> Searchable:
+        """Open a new generation, and use the models again that the served one has loaded."""
         return _open_generation(request, index_path, generation_id, log, served)
 
     generation = read_generation(index_path)
@@ -605,7 +610,7 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
     other_folders = (request.vectors, request.bm25, searchable.store)
     has_other_folders = any(folder is not None for folder in other_folders)
     if generation.backend != "qdrant" and not has_other_folders:
-        DocumentWriter(service, follower, log)
+        DocumentWriter(service, follower, log)  # lets the service accept documents
     return service
 
 
@@ -651,12 +656,12 @@ def _load_with_index(
     generation_id: str,
     log: DocumentLog,
 ) -> Searchable:
-    """Load an index with its model, documents, vectors, second ranking and reranker.
+    """Load an index with its model, documents, vectors, BM25 index and reranker.
 
     Args:
         request: the options of the command.
         index_path: the value of ``--index``.
-        generation_id: id of the generation of the index.
+        generation_id: id of the committed state of the index folder that is opened.
         log: documents that were put or deleted over HTTP.
     """
     request = _with_recorded_model(request, index_path)
@@ -668,7 +673,7 @@ def _load_with_index(
         if request.invariant:
             _models.make_invariant(loaded.model, str(request.model))
         _limit_length(loaded.model, request.max_length)
-        encoder = _served_encoder(loaded.model, index.backend, str(request.model))
+        encoder = _wrap_encoder(loaded.model, index.backend, str(request.model))
     reranking_model = None
     tokens = None
     if request.tokens is not None:
@@ -695,10 +700,10 @@ def _load_with_index(
 
 
 def _with_recorded_model(request: ServeRequest, index_path: Path) -> ServeRequest:
-    """Return the request with the model that a migration of the index has recorded for it.
+    """Return the request with the model that encoded the index, if a migration has recorded it.
 
-    The recorded model is the one that encoded the current generation. Without a migration, the
-    request is unchanged.
+    A migration moves an index to another model. ``--model`` may then name the earlier one. Without
+    a migration, the request is unchanged.
 
     Args:
         request: the options of the command.
@@ -725,7 +730,7 @@ def _open_generation(
     log: DocumentLog,
     served: Searchable,
 ) -> Searchable:
-    """Open another generation of a served index, with the models that are loaded.
+    """Open the new state of a changed index, with the models that are loaded.
 
     If another model encoded its documents, the model that a migration has recorded is loaded.
     Without a migration, ``--model`` is loaded again, since its folder may have been replaced, too.
@@ -733,15 +738,15 @@ def _open_generation(
     Args:
         request: the options of the command.
         index_path: the value of ``--index``.
-        generation_id: id of the new generation of the index.
+        generation_id: id of the new committed state of the index folder (its generation).
         log: documents that were put or deleted over HTTP.
-        served: the served generation.
+        served: the index as it is served until now, with its models.
 
     Raises:
         CommandError: if the index was made by another model than ``--model``.
         DataError: if a file is damaged, or the documents do not fit the index.
     """
-    recorded = Provenance.from_dict(read_description(index_path))
+    recorded = Provenance.from_dict(read_description(index_path))  # with the model's fingerprint
     # A known and an unknown model count as different: reusing a wrong one would give wrong hits.
     has_same_model = served.index.provenance.model_fingerprint == recorded.model_fingerprint
     if not has_same_model:
@@ -776,12 +781,12 @@ def _assemble_searchable(
     encoder: Served | None,
     reranker: _Reranker,
 ) -> Searchable:
-    """Open the documents, vectors and second ranking of an index, and put all parts together.
+    """Open the documents, vectors and BM25 index that belong to an index, and combine all parts.
 
     Args:
         request: the options of the command.
         index_path: the value of ``--index``.
-        generation_id: id of the generation of the index.
+        generation_id: id of the committed state of the index folder that was opened.
         log: documents that were put or deleted over HTTP, which hits show, too.
         loaded: the index, with the options of its search.
         encoder: the model that encodes queries; None for a BM25 index.
@@ -795,7 +800,7 @@ def _assemble_searchable(
         collection_documents = _scores.open_documents(request.data, index_path, index.provenance)
         documents = log.documents(collection_documents, generation_id)
     vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
-    words = None if request.bm25 is None else _load_bm25(request.bm25)
+    bm25_index = None if request.bm25 is None else _load_bm25(request.bm25)
     option_errors = _options.errors_name_options(
         vectors=f"--vectors: {request.vectors}",
         second=f"--bm25: {request.bm25}",
@@ -809,7 +814,7 @@ def _assemble_searchable(
             encoder=encoder,
             documents=documents,
             vectors=vectors,
-            words=words,
+            words=bm25_index,
             late=reranker.model,
             store=reranker.tokens,
             query_top_k=request.query_top_k,
@@ -848,7 +853,7 @@ def _refuse_unused_options(request: ServeRequest, index_path: Path, backend: str
         )
 
 
-def _served_encoder(model: Model, backend: str, name: str) -> Served:
+def _wrap_encoder(model: Model, backend: str, name: str) -> Served:
     """Wrap the model that encodes queries for an index, so that the server also offers it.
 
     Args:
@@ -881,8 +886,8 @@ def _free_with(served: Served) -> None:
 def _free_model(model: Model) -> None:
     """Free the memory of a model that is not served any more, in a thread.
 
-    Models are in reference cycles, and a server exempts its objects from garbage collection. The
-    weights of the first model would stay in memory until the server ends.
+    Python would not free it: models are in reference cycles, and the server exempts the objects
+    that it has loaded at its start from garbage collection.
 
     Args:
         model: the model, which nothing uses any more.

@@ -467,7 +467,7 @@ def _train_on_rank(
     splitter: Passages | None,
     rank: int,
 ) -> TrainResult:
-    """Load the data, and train with the other ranks.
+    """Load the data, and train together with the other processes of ``--devices`` (the ranks).
 
     Args:
         config: the recipe.
@@ -512,19 +512,22 @@ def _train_on_rank(
 def _create_progress_reporter(
     update: Callable[..., None], resumed_step: int
 ) -> Callable[[int, int, Losses | None], None]:
-    """Return a function that shows the steps of a training on a progress bar.
+    """Return a function that shows the finished steps of a training on a progress bar.
 
     Args:
-        update: function that shows the number of finished steps, their total, and the losses. It
-            takes the first number for the steps of an earlier run.
+        update: function that shows the number of finished steps, their total, and the losses. At
+            its first call, it prints the number as the steps that an earlier run has finished.
         resumed_step: the last step of an earlier run; 0 without one.
+
+    Returns:
+        A function of the finished steps, all steps, and the losses.
     """
     is_first_report = True
 
     def report(step: int, steps: int, losses: Losses | None) -> None:
         nonlocal is_first_report
         if is_first_report:
-            update(resumed_step, steps)
+            update(resumed_step, steps)  # prints the steps of the earlier run
             is_first_report = False
         update(step, steps, losses)
 
@@ -541,8 +544,8 @@ def _read_negatives_ahead(config: Any, request: TrainRequest) -> RowsAhead | Non
         request: the options of the command.
 
     Returns:
-        The rows that are being read. None if there are none to read, or if the training will raise
-        an error: for a recipe that reads no negatives, or a missing collection.
+        The rows that are being read. None without ``--negatives``, and if the training will raise
+        an error, because the recipe reads no negatives or the collection is missing.
     """
     from tilefold.retrieval.training_data.rows import RowsAhead
 
@@ -637,11 +640,11 @@ def _report(
         fields,
         request.as_json,
         f"{_summarise_training(result, config)}: {result.model_dir}",
-        _next_step(request, trains_token_vectors=config.late),
+        _describe_next_command(request, trains_token_vectors=config.late),
     )
 
 
-def _next_step(request: TrainRequest, *, trains_token_vectors: bool) -> str:
+def _describe_next_command(request: TrainRequest, *, trains_token_vectors: bool) -> str:
     """Return the line with the command that encodes the documents with the trained model.
 
     Args:
@@ -743,13 +746,13 @@ def _configure(request: TrainRequest) -> Any:
 
     name = request.recipe
     _options.check_choice("--recipe", name, RECIPES)
-    late = RECIPES[name].recipe.late
-    _refuse_options_of_other_recipes(request, name, late)
+    is_late_interaction = RECIPES[name].recipe.late
+    _refuse_options_of_other_recipes(request, name, is_late_interaction)
     try:
         with _options.errors_name_options(**_map_fields_to_options()):
-            recipe = get_recipe(name, **_fields_of(request))
+            recipe = get_recipe(name, **_collect_common_fields(request))
             values = recipe.to_dict()
-            if late:
+            if is_late_interaction:
                 _apply_colbert_options(values, request)
             else:
                 _apply_sparse_options(values, request)
@@ -761,8 +764,8 @@ def _configure(request: TrainRequest) -> Any:
         raise UsageError(str(error)) from error
 
 
-def _fields_of(request: TrainRequest) -> dict[str, object]:
-    """Return recipe field -> value, for the options of all recipes that were given.
+def _collect_common_fields(request: TrainRequest) -> dict[str, object]:
+    """Return field of a recipe -> value, for options that were given and that all recipes have.
 
     Args:
         request: the options of the command.
@@ -795,25 +798,32 @@ def _fields_of(request: TrainRequest) -> dict[str, object]:
 
 
 def _map_fields_to_options() -> dict[str, str]:
-    """Return recipe field -> option that sets it, such as ``base_model`` -> ``--model``."""
+    """Return field of a recipe -> option that sets it, such as ``base_model`` -> ``--model``.
+
+    Most fields have the name of their option, such as ``max_length`` for ``--max-length``.
+    """
     option_of_request_field = spellings(TrainRequest)
     option_of_field = dict(option_of_request_field)
-    for field, request_field in _REQUEST_FIELDS.items():
+    for field, request_field in _REQUEST_FIELDS.items():  # the two names differ
         option_of_field.pop(field, None)
-        if request_field:
+        if request_field:  # empty if no option sets the field
             option_of_field[field] = option_of_request_field[request_field]
     return option_of_field
 
 
-def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: bool) -> None:
-    """Raise ``UsageError`` for an option of sparse recipes if the recipe is late, or vice versa.
+def _refuse_options_of_other_recipes(
+    request: TrainRequest,
+    name: str,
+    is_late_interaction: bool,
+) -> None:
+    """Raise ``UsageError`` for an option that only recipes of the other kind of model have.
 
     Args:
         request: the options of the command.
         name: the name of the recipe.
-        late: whether the recipe trains a late-interaction model.
+        is_late_interaction: whether it trains a late-interaction model, instead of a sparse one.
     """
-    if late:
+    if is_late_interaction:
         refuse_options(
             {
                 "--regularizer": request.regularizer,
@@ -837,7 +847,7 @@ def _apply_colbert_options(recipe: dict[str, Any], request: TrainRequest) -> Non
     """Override fields of a late-interaction recipe, in place, by the given options.
 
     Args:
-        recipe: fields of the recipe, changed in place.
+        recipe: field of the recipe -> value.
         request: the options of the command.
     """
     if request.dimension is not None:
@@ -896,9 +906,10 @@ def _check_repetitions(request: TrainRequest) -> None:
 
 
 def _apply_assignment(recipe: dict[str, Any], assignment: str) -> None:
-    """Set a field of a recipe, or of an encoder or a penalty in it, in place.
+    """Set the field that an assignment of ``--set`` names, in place.
 
-    Unknown fields of encoders and penalties are refused later, when the recipe is created.
+    ``FIELD.FIELD`` is a field of an encoder or a penalty in the recipe. Unknown fields of these are
+    refused later, when the recipe is created.
 
     Args:
         recipe: field of the recipe -> value.
@@ -923,7 +934,7 @@ def _apply_assignment(recipe: dict[str, Any], assignment: str) -> None:
         raise unknown_field_error
     try:
         settings[field] = json.loads(text)
-    except ValueError:
+    except ValueError:  # plain text, which is not in quotes
         settings[field] = text
 
 

@@ -144,10 +144,12 @@ def _load_contents(request: VerifyRequest, manifest: Any) -> Mapping[str, Conten
 
 
 def _describe_comparison(verification: Verification) -> str:
-    """Return how many vectors differ, by how much, and the ids of the first ones.
+    """Describe how many vectors differ when they are computed again, and by how much.
+
+    The ids of the first different vectors follow.
 
     Args:
-        verification: the result.
+        verification: the result of computing a sample of vectors again.
     """
     n_compared = verification.n_compared
     n_different = verification.n_different
@@ -155,6 +157,7 @@ def _describe_comparison(verification: Verification) -> str:
         return f"{n_compared} vectors have the same bits"
     largest = verification.largest_difference
     has_other_model = "model" in verification.changes
+    # Without the option `invariant`, the rounding of a vector depends on its batch.
     is_rounding = not verification.invariant and not has_other_model and largest <= _MAX_ROUNDING
     cause = ", which is rounding" if is_rounding else ""
     ids = [*verification.different_ids]
@@ -167,10 +170,10 @@ def _describe_comparison(verification: Verification) -> str:
 
 
 def _lines_of(verification: Verification) -> list[str]:
-    """Return the result as lines of text.
+    """Describe a verification: what has changed since the vectors were made, and what differs.
 
     Args:
-        verification: the result.
+        verification: the result of computing a sample of vectors again.
     """
     changes = {
         name: f"{name} has changed: {change}" for name, change in verification.changes.items()
