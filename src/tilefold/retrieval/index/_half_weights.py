@@ -85,6 +85,7 @@ class HalfWeights:
 
         Returns:
             The conversion, and the scaled vectors in float32, without weights that are too small.
+            They are still to be rounded to 16 bits.
         """
         positive = vectors.above(0.0)
         exponent = _choose_exponent(float(positive.data.min()), float(positive.data.max()))
@@ -105,7 +106,7 @@ class HalfWeights:
         return self.exponent == 0 and self.small is None
 
     def unscaled(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Divide scaled weights, or scores that were computed from them, by the scale."""
+        """Undo the scale of weights, or of scores that were computed from scaled weights."""
         return np.ldexp(values, -self.exponent)
 
     def with_small_weights(self, vectors: SparseVectors) -> SparseVectors:
@@ -119,7 +120,7 @@ class HalfWeights:
         """
         if self.small is None:
             return vectors
-        # A stable sort by row puts the small weights of each row behind its other weights.
+        # The entries of both are joined, and ordered by row.
         rows = np.concatenate(
             [
                 np.repeat(np.arange(len(vectors)), np.diff(vectors.indptr)),
@@ -191,6 +192,7 @@ def _choose_exponent(smallest: float, largest: float) -> int:
     """
     if smallest >= _SMALLEST_NORMAL and largest <= _LARGEST_HALF:
         return 0
+    # The exponent e of math.frexp says that a number is in [2^(e - 1), 2^e).
     _, smallest_exponent = math.frexp(smallest)
     _, largest_exponent = math.frexp(largest)
     exponent_for_smallest = max(0, _SMALLEST_NORMAL_EXPONENT - smallest_exponent)

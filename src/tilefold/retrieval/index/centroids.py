@@ -74,6 +74,8 @@ class Centroids:
             n_documents: number of documents, N.
             n_tokens: number of tokens of all documents.
         """
+        # Both levels of k-means run on a sample. First, the tokens are divided into cells, then
+        # each cell gets its centroids. The number of cells is a power of two.
         log2_cells = round(np.log2(n_tokens / _CENTROIDS_PER_CELL / _TOKENS_PER_CENTROID))
         n_cells = 1 << max(_MIN_LOG2_CELLS, min(log2_cells, _MAX_LOG2_CELLS))
         n_centroids = n_cells * _CENTROIDS_PER_CELL
@@ -95,12 +97,14 @@ class Centroids:
             centroids_of_cells.append(_k_means(rows, _CENTROIDS_PER_CELL))
         centroids = torch.stack(centroids_of_cells)
 
+        # A sparse vector per document: its terms are the nearest centroids of its tokens.
         counts = []
         terms = []
         for lengths, vectors in blocks():
             documents = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
             nearest = _nearest_of_cells(vectors, cells, centroids).numpy()
-            # Each pair of a document and a centroid once, ordered by document.
+            # Pairs of a document and a centroid as one number, without repetitions, and ordered by
+            # document.
             keys = np.unique(documents * n_centroids + nearest)
             counts.append(np.bincount(keys // n_centroids, minlength=len(lengths)))
             terms.append((keys % n_centroids).astype(np.int32))
@@ -150,7 +154,7 @@ class Centroids:
 
         A document's estimate is a sum over the tokens of the query. A token contributes its largest
         similarity to a centroid of the document, among the token's ``n`` nearest centroids. If the
-        document has none of these, the token contributes the ``n``-th largest similarity.
+        document has none of these centroids, the token contributes its ``n``-th largest similarity.
 
         Args:
             query: token vectors, ``[L, D]``.
@@ -180,7 +184,7 @@ class Centroids:
         # Estimates are at least 0, so these documents come last.
         estimates[~allowed] = -1.0
         count = min(count, estimates.size)
-        # argpartition moves the `count` highest estimates to the end.
+        # argpartition moves the positions of the `count` highest estimates to the end.
         first_of_highest = estimates.size - count
         best_rows = np.argpartition(estimates, first_of_highest)[first_of_highest:]
         best_rows.sort()
@@ -190,7 +194,7 @@ class Centroids:
 def _k_means(rows: Tensor, count: int) -> Tensor:
     """Find centroids by spherical k-means, which compares vectors by inner products.
 
-    It starts from evenly spaced rows. A centroid that is nearest to no row does not change.
+    The search starts from evenly spaced rows. A centroid that is nearest to no row does not change.
 
     Args:
         rows: at least one vector, ``[M, D]``.
@@ -198,9 +202,10 @@ def _k_means(rows: Tensor, count: int) -> Tensor:
 
     Returns:
         Centroids ``[count, D]``, normalized to unit length. If there are fewer rows than `count`,
-        they are the rows themselves, repeated.
+        the centroids are the rows themselves, repeated.
     """
     stride = max(1, len(rows) // count)
+    # The modulo repeats the rows if there are fewer than `count`.
     centroids = normalize(rows[torch.arange(count) * stride % len(rows)])
     if len(rows) <= count:
         return centroids
@@ -220,7 +225,7 @@ def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
 def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
     """Return the nearest centroid within the nearest cell of each row.
 
-    A row is compared with the centroids of one cell instead of all of them.
+    A row is compared with the centroids of its cell only, which is an approximation, but faster.
 
     Args:
         rows: vectors ``[M, D]``.

@@ -144,7 +144,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
         similarity: str,
         provenance: Provenance,
     ) -> None:
-        """Check the vectors of N documents, and keep them in their storage.
+        """Check the vectors of N documents. They are kept in the number type in which they come.
 
         Args:
             ids: ids of the documents.
@@ -234,9 +234,9 @@ class DenseIndex(TorchIndex, GrowingIndex):
         vectors: TokenStore | TokenVectors,
         **options: Any,
     ) -> DenseIndex:
-        """Build an index of dense vectors with the arguments of :meth:`build`.
+        """Build an index of dense vectors, with the arguments and the checks of :meth:`build`.
 
-        An update needs no other checks, because dense vectors are never empty.
+        Other backends skip a check here, that some vector is not empty. Dense vectors never are.
         """
         return cls.build(vectors, **options)
 
@@ -266,7 +266,8 @@ class DenseIndex(TorchIndex, GrowingIndex):
         """
         check_instance("queries", queries, Tensor, "encode_dense(model, {id: text}, kind='query')")
         check_k(k)
-        queries = queries.to(torch.float32)  # large float64 numbers become infinite
+        # Large float64 numbers become infinite, which the check below refuses.
+        queries = queries.to(torch.float32)
         all_finite = bool(queries.isfinite().all())
         if queries.dim() != 2 or queries.size(1) < self.dimension or not all_finite:
             suffix = "" if all_finite else " with NaN or infinity"
@@ -306,7 +307,8 @@ class DenseIndex(TorchIndex, GrowingIndex):
             The scores and the rows of the best documents, both ``[Q, min(k, N)]``, best first. A
             document that is left out has a score of -infinity.
         """
-        # The CPU waits for each selection of the best documents, so few queries have few of them.
+        # The CPU waits for each selection of the best documents. With fewer queries, more documents
+        # are scored per selection, in the same memory.
         n_blocks = max(1, _BLOCK_QUERIES // max(1, len(queries)))
         n_documents = n_blocks * _BLOCK_DOCUMENTS
         best_scores, best_rows = self._best_rows(queries, k, allowed, 0, n_documents)
@@ -349,7 +351,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
             documents = values[rows].to(device).float()
             if scales is not None:
                 documents = documents * scales[rows, None].to(device)
-            scores_of_blocks.append(self._scores(queries, documents))
+            scores_of_blocks.append(self._score(queries, documents))
         scores = scores_of_blocks[0]
         if len(scores_of_blocks) > 1:
             scores = torch.cat(scores_of_blocks, 1)
@@ -359,11 +361,12 @@ class DenseIndex(TorchIndex, GrowingIndex):
         best_scores, columns = top_columns(scores, k)
         return best_scores, columns + start
 
-    def _scores(self, queries: Tensor, documents: Tensor) -> Tensor:
+    def _score(self, queries: Tensor, documents: Tensor) -> Tensor:
         """Return the scores ``[Q, N]`` of queries ``[Q, D]`` and documents ``[N, D]``."""
-        if self.similarity in ("cosine", "dot"):
+        if self.similarity in ("cosine", "dot"):  # the vectors are normalized for cosine
             return queries @ documents.T
-        return -torch.cdist(queries, documents, p=2 if self.similarity == "euclidean" else 1)
+        norm = 2 if self.similarity == "euclidean" else 1
+        return -torch.cdist(queries, documents, p=norm)  # a smaller distance is a higher score
 
     def _vectors_for(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return the values and scales for a search on a device.
@@ -455,8 +458,8 @@ def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         The values and their columns, both ``[R, min(k, C)]``.
     """
     values, columns = scores.topk(min(k, scores.size(1)), dim=1)
-    # If more than k columns reach the k-th value, topk chooses arbitrarily among the tied ones. A
-    # stable sort of such a row chooses the lowest columns.
+    # If more than k columns reach the k-th value, topk chooses arbitrarily among columns of equal
+    # values. A stable sort of such a row chooses the lowest columns.
     n_selected = values.size(1)
     has_ties = (scores >= values[:, -1:]).sum(1) > n_selected
     for row in has_ties.cpu().nonzero().flatten().tolist():  # the CPU waits for the device once

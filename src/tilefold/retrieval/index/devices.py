@@ -47,9 +47,9 @@ def check_devices(devices: Sequence[torch.device]) -> None:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, without delaying the searches of other threads there.
+    """Copy a tensor to a device without delaying the searches that other threads run there.
 
-    A large tensor goes from the CPU to a GPU in pieces, on a CUDA stream of its own. Otherwise the
+    A large tensor is copied from the CPU to a GPU in pieces, on a separate CUDA stream. Otherwise
     kernels that other threads launch meanwhile would wait for the whole copy. The copy is complete
     on return, so that kernels on any stream may read it.
 
@@ -66,18 +66,18 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     source = _bytes_of(tensor.contiguous())
     target = _bytes_of(copy)
-    # A GPU copies from pinned memory without the help of the CPU.
-    piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+    # A GPU copies from pinned (page-locked) memory without the help of the CPU.
+    pinned = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # The memory of the copy may have been freed while earlier kernels still use it.
+    # torch may reuse freed memory for the copy while earlier kernels still read it.
     stream.wait_stream(torch.cuda.current_stream(device))
     for start in range(0, tensor.nbytes, _PIECE_BYTES):
         source_piece = source[start : start + _PIECE_BYTES]
         n_bytes = len(source_piece)
         # numpy copies in this thread, and torch would wake as many threads as there are cores.
-        np.copyto(piece[:n_bytes].numpy(), source_piece.numpy())
+        np.copyto(pinned[:n_bytes].numpy(), source_piece.numpy())
         with torch.cuda.stream(stream):
-            target[start : start + n_bytes].copy_(piece[:n_bytes], non_blocking=True)
+            target[start : start + n_bytes].copy_(pinned[:n_bytes], non_blocking=True)
         stream.synchronize()  # before the next bytes replace these
     return copy
 

@@ -61,7 +61,8 @@ class DividedPostings:
         self.counts = torch.stack([part.postings.counts.to(first_device) for part in parts]).sum(0)
         largest_of_parts = [part.postings.largest.to(first_device) for part in parts]
         self.largest = torch.stack(largest_of_parts).amax(0)
-        # Scores are integers times a factor that depends on the largest weights.
+        # Scores are integers times a factor that depends on the largest weights. All parts need the
+        # same factor.
         self._parts = [
             part._replace(
                 postings=replace(part.postings, largest=self.largest.to(part.device)),
@@ -135,8 +136,8 @@ class DividedPostings:
             sparse_topk(part.postings, part_terms, part_weights, k, allowed=part_allowed)
             for part, (part_terms, part_weights), part_allowed in zip(
                 self._parts,
-                self._copies([terms, weights]),
-                self._masks(allowed),
+                self._copy_to_parts([terms, weights]),
+                self._divide_mask(allowed),
                 strict=True,
             )
         ]
@@ -164,8 +165,8 @@ class DividedPostings:
             sparse_topk_of_dense(part.postings, part_queries, k, allowed=part_allowed)
             for part, (part_queries,), part_allowed in zip(
                 self._parts,
-                self._copies([queries]),
-                self._masks(allowed),
+                self._copy_to_parts([queries]),
+                self._divide_mask(allowed),
                 strict=True,
             )
         ]
@@ -177,13 +178,13 @@ class DividedPostings:
         )
         return scores, documents, term_counts
 
-    def _copies(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _copy_to_parts(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Start to copy the tensors of queries to every device, before any device searches.
 
-        A copy runs on the stream of the first device, where it would wait for a search.
+        Copies run on the CUDA stream of the first device, where they would wait for its search.
 
         Args:
-            tensors: tensors on the first device. The search of the first part refuses others.
+            tensors: tensors on the first device. The search there refuses tensors of other devices.
 
         Returns:
             The tensors for each part.
@@ -193,8 +194,8 @@ class DividedPostings:
             copies.append([_copy_to(part.device, tensor) for tensor in tensors])
         return copies
 
-    def _masks(self, allowed: Tensor | None) -> list[Tensor | None]:
-        """Divide a mask of documents like the documents.
+    def _divide_mask(self, allowed: Tensor | None) -> list[Tensor | None]:
+        """Divide a mask of documents among the devices, as the documents are divided.
 
         Args:
             allowed: ``[N]`` bool or uint8 on the first device; ``None`` allows all documents.

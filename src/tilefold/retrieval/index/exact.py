@@ -162,7 +162,7 @@ class Postings:
         Yields:
             The postings of each part, in memory.
         """
-        # Where the postings of each part begin and end in the list of each term.
+        # Column i is where part i begins in the list of each term, and part i - 1 ends.
         part_offsets = np.empty((self.n_terms, len(bounds)), np.int64)
         for term in range(self.n_terms):
             begin, end = self.offsets[term : term + 2].tolist()
@@ -187,7 +187,7 @@ class Postings:
         next_positions: npt.NDArray[np.int64],
         first_document: int,
     ) -> None:
-        """Write the postings of consecutive documents into these postings.
+        """Write the postings of consecutive documents into these postings, whose arrays exist.
 
         Args:
             part: the postings to write.
@@ -298,7 +298,9 @@ class Postings:
 
 
 def _postings_of_rows(vectors: SparseVectors, row_begin: int, row_end: int) -> Postings:
-    """Transpose the positive weights of some rows of sparse vectors, numbered from 0.
+    """Transpose the positive weights of some rows of sparse vectors to postings.
+
+    The documents of the postings are numbered from 0, which is the first of these rows.
 
     Args:
         vectors: the sparse vectors.
@@ -312,6 +314,7 @@ def _postings_of_rows(vectors: SparseVectors, row_begin: int, row_end: int) -> P
     rows = rows[is_positive]
     terms = vectors.indices[span][is_positive]
     weights = vectors.data[span][is_positive]
+    # numpy sorts 16-bit integers faster, by a radix sort.
     has_short_terms = vectors.vocab_size <= _MAX_SHORT_TERMS
     order = np.argsort(terms.astype(np.uint16) if has_short_terms else terms, kind="stable")
     return Postings(
@@ -346,11 +349,11 @@ def with_rounded_products(add: AddPostings) -> AddPostings:
 
 @cache
 def choose_add_postings() -> AddPostings:
-    """Return the fastest function that adds postings and is bit-identical to numpy.
+    """Return the fastest function that adds postings to scores and is bit-identical to numpy.
 
-    scipy's compiled product of a sparse matrix and a vector takes a third of numpy's time. The
-    function is private to scipy, so its result is compared with :func:`add_with_numpy` before it is
-    used. The public products of scipy allocate or copy arrays for every term.
+    Postings are the documents of a term and its weights in them. scipy's compiled product of a
+    sparse matrix and a vector takes a third of numpy's time. The function is private to scipy, so
+    its result is compared with :func:`add_with_numpy` before it is used. The public products of scipy allocate or copy arrays for every term.
     """
     try:
         sparsetools = import_module("scipy.sparse._sparsetools")
@@ -390,11 +393,11 @@ def choose_add_postings() -> AddPostings:
 
 
 def _matches_numpy_bitwise(add: AddPostings) -> bool:
-    """Return whether a function that adds postings is bit-identical to :func:`add_with_numpy`.
+    """Return whether a function adds postings to scores with the same bits as numpy.
 
     The test adds ``value * value`` to ``-rounded(value * value)``, for a value whose square is not
-    exact in float32. The sum is exactly 0 if the product is rounded. With a fused multiply-add, it
-    is the rounding error.
+    exact in float32. The sum is exactly 0 if the product is rounded. With a fused multiply-add, the
+    sum is the rounding error.
     """
     value = np.array([1 + 2**-12], np.float32)
     # The posting list skips document 1, whose score must not change.
@@ -418,11 +421,12 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
         scores: float32 ``[N]``.
         k: number of positions. There are fewer if fewer scores are positive.
     """
-    # Ascending positions, among them those of all scores that are at least the k-th highest.
+    # Ascending positions of all scores that are at least the k-th highest, and of some others.
     candidates = _high_positions(scores, k)
     if candidates.size > k:
         values = scores[candidates]
-        kth_highest = np.partition(values, candidates.size - k)[candidates.size - k]
+        kth_position = candidates.size - k  # in ascending order
+        kth_highest = np.partition(values, kth_position)[kth_position]
         above = candidates[values > kth_highest]
         tied = candidates[values == kth_highest]
         candidates = np.concatenate([above, tied[: k - above.size]])
@@ -434,12 +438,12 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
 def _high_positions(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     """Return a superset of the positions of the `k` highest positive scores, ascending.
 
-    It includes every score that ties with the `k`-th highest one.
+    The superset includes every score that ties with the `k`-th highest one.
 
-    This avoids a sort of all scores. The scores are divided into blocks. The `k`-th highest block
-    maximum is a lower bound of the `k`-th highest score, because at least `k` scores reach it. Only
-    blocks whose maximum reaches the bound are searched. If there are too few blocks or too few
-    positive scores, all positive scores are returned.
+    To avoid a sort of all scores, they are divided into blocks. The `k`-th highest block maximum is
+    a lower bound of the `k`-th highest score, because at least `k` scores reach it. Only blocks
+    whose maximum reaches the bound are searched. If there are too few blocks or too few positive
+    scores, all positive scores are returned.
     """
     for block_size in _BLOCK_SIZES:
         n_blocks = scores.size // block_size
@@ -465,11 +469,11 @@ def _high_positions(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.i
 class ExactIndex(GrowingIndex):
     """An inverted index that computes exact inner products, term by term.
 
-    A query adds the postings of its terms, ascending, to one float32 score per document. Results do
-    not depend on the batch, threads or packages. Equal scores are in document order. The time of a
-    search grows with the postings read and the number of documents. An index takes 8 bytes per
-    weight on disk. In memory, it takes the postings that queries have read, and 4 bytes per
-    document.
+    Postings are the documents of a term and its weights in them. A query adds the postings of its
+    terms, in ascending order, to one float32 score per document. Results do not depend on the
+    batch, threads or packages. Equal scores are in document order. The time of a search grows with
+    the postings read and the number of documents. An index takes 8 bytes per weight on disk. In
+    memory, it takes the postings that queries have read, and 4 bytes per document.
     """
 
     backend = "exact"

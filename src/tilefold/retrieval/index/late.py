@@ -24,6 +24,7 @@ from tilefold._internal.arguments import (
     path_of,
 )
 from tilefold._internal.memory import free_device_bytes
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
@@ -79,14 +80,14 @@ class LateIndex(TorchIndex):
     from the stored vectors, as :func:`tilefold.ops.maxsim` computes it. A CPU and a GPU give the
     same scores within rounding.
 
-    A GPU scores every document. A CPU scores the candidates that :class:`Centroids` estimates to be
-    the best, or every document of a small collection. Documents without tokens are never returned,
-    and a query without tokens has no results.
+    A GPU scores every document. A CPU scores only candidates, whose scores are the highest by an
+    estimate (:class:`Centroids`), or every document of a small collection. Documents without tokens
+    are never returned, and a query without tokens has no results.
 
     Attributes:
         n_candidates: number of documents that a CPU scores for a query. It was chosen when the
-            index was built, so that 98.5% of the ten best documents are among them. 0 for a small
-            collection, which has no centroids.
+            index was built, so that on average 98.5% of the ten best documents are candidates. 0
+            for a small collection, which has no centroids.
         recall: fraction of the ten best documents that were among the candidates, on held-out
             queries; None without centroids.
 
@@ -256,6 +257,9 @@ class LateIndex(TorchIndex):
     ) -> LateIndex:
         """Write an index atomically, and open it.
 
+        A large collection gets centroids, which find the candidates of a query, and the number of
+        candidates is chosen by their recall.
+
         Args:
             folder: the folder of the index.
             chunks: all documents, a few at a time.
@@ -302,7 +306,7 @@ class LateIndex(TorchIndex):
             DataError: if an option is wrong, or a file is damaged.
         """
         options = manifest["options"]
-        storage = options.get("storage")
+        storage = options.get("storage")  # the number type of the stored vectors
         if storage not in STORAGES:
             raise DataError(
                 f"{folder}: expected a storage of {', '.join(STORAGES)}, got {storage!r}. {REMEDY}",
@@ -361,7 +365,7 @@ class LateIndex(TorchIndex):
         options: Json = {
             name: first_options[name] for name in ("storage", "pool_factor", "dimension")
         }
-        # The pooling is recorded only if all parts record it. Old indexes do not.
+        # The pooling is recorded only if all parts record it. Indexes of old releases do not.
         if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
             options["pooling"] = token_blocks.POOLING
         chunks = itertools.chain.from_iterable(
@@ -445,11 +449,12 @@ class LateIndex(TorchIndex):
         n_candidates = self.n_candidates if candidates is None else candidates
         if n_candidates:
             n_candidates = max(n_candidates, _MIN_CANDIDATES_PER_HIT * k)
+        # A query without tokens has no results.
         query_lengths = queries.offsets.diff().tolist()
         query_rows = [row for row, length in enumerate(query_lengths) if length]
         query_vectors = [queries.rows(row) for row in query_rows]
         is_on_cpu = devices[0].type == "cpu"
-        # All documents are scored if half of them or more would be candidates.
+        # Candidates save little time if they are half of the documents or more. 0 means all.
         few_candidates = 0 < n_candidates < self.n_documents // 2
         if is_on_cpu and few_candidates and self._centroids is not None:
             hits_of_queries = self._search_candidates(
@@ -572,8 +577,9 @@ class LateIndex(TorchIndex):
         parts = self._documents_on(devices)
         if not any(_runs_ahead(part.device) for part in parts):
             return self._scan_all(batch, parts, k, allowed, reduction, resolves_ties=True)
-        # Choosing the first of tied documents would wait for a GPU after each block. The choice
-        # matters only if the document after the last place has the score of the last place.
+        # Documents of equal scores are ranked in the order of the index. Ensuring this takes a wait
+        # for the GPU after each block. It matters only if documents k and k + 1 have equal scores,
+        # which a search for k + 1 documents finds out.
         scores, rows = self._scan_all(
             batch,
             parts,
@@ -604,11 +610,13 @@ class LateIndex(TorchIndex):
             k: number of documents per query.
             allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
-            resolves_ties: see :meth:`_scan`.
+            resolves_ties: whether the first documents in the order of the index are chosen among
+                those that tie for the last place. Otherwise the choice is arbitrary.
 
         Returns:
             Scores and rows of the best documents, both ``[Nq, min(k, N)]``, best first.
         """
+        # Generators that score one block per step.
         scans = [
             self._scan(
                 documents,
@@ -631,7 +639,7 @@ class LateIndex(TorchIndex):
         best = last_results.values()
         scores = np.concatenate([device_scores.cpu().numpy() for device_scores, _ in best], 1)
         rows = np.concatenate([device_rows.cpu().numpy() for _, device_rows in best], 1)
-        # By descending score, then by ascending row.
+        # lexsort sorts by its last key first: by descending score, then by ascending row.
         order = np.lexsort((rows, -scores))[:, :k]
         return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
 
@@ -666,8 +674,8 @@ class LateIndex(TorchIndex):
         excluded = documents.without_tokens  # bool, over the documents of the device
         if allowed is not None:
             can_be_returned = allowed & self._has_tokens
-            of_device = can_be_returned[first_of_device : documents.end_document]
-            excluded = torch.from_numpy(~of_device).to(documents.device)
+            device_mask = can_be_returned[first_of_device : documents.end_document]
+            excluded = torch.from_numpy(~device_mask).to(documents.device)
         best: tuple[Tensor, Tensor] | None = None
         for block in documents.blocks(_CPU_BLOCK_TOKENS if on_cpu else STREAMED_TOKENS):
             scores = maxsim_scores(batch, block.vectors, block.offsets, reduction)
@@ -679,7 +687,7 @@ class LateIndex(TorchIndex):
                 top_scores, rows = top_columns(scores, k)
             else:
                 top_scores, rows = scores.topk(min(k, scores.size(1)), dim=1)
-            rows += block.first_document
+            rows += block.first_document  # from columns of the block to rows of the index
             best = (top_scores, rows) if best is None else _merge_top(best, (top_scores, rows), k)
             yield best
 
@@ -696,7 +704,7 @@ class LateIndex(TorchIndex):
         if len(devices) > 1:
             return devices
         (single_device,) = devices
-        # "cuda:1" names one GPU, and "cuda" any number of GPUs.
+        # "cuda:1" names one GPU, and "cuda" allows any number of GPUs.
         names_one_device = str(single_device) != "cuda"
         already_on_one_gpu = ("cuda",) in self._device_documents
         n_gpus = torch.cuda.device_count()
@@ -744,7 +752,7 @@ class LateIndex(TorchIndex):
         return self._device_documents[key]
 
     def _fits(self, device: torch.device, n_bytes: int) -> bool:
-        """Return whether a device is a GPU with enough free memory."""
+        """Return whether a device is a GPU whose free memory has room for a number of bytes."""
         if device.type != "cuda":
             return False
         return n_bytes < free_device_bytes(device) * _MEMORY_FRACTION
@@ -784,11 +792,11 @@ class LateIndex(TorchIndex):
         ]
         n_candidates = 0
         recall = 0.0
-        for n_candidates in _CANDIDATE_COUNTS:
+        for n_candidates in _CANDIDATE_COUNTS:  # ascending; the last one is used if none is enough
             recalls = []
             for vectors, best in zip(query_vectors, best_documents, strict=True):
                 retrieved = centroids.candidates(vectors, n_candidates, self._has_tokens)
-                if best:
+                if best:  # empty if the piece's own document is the only one
                     n_retrieved = len(set(retrieved.tolist()).intersection(best))
                     recalls.append(n_retrieved / len(best))
             recall = float(np.mean(recalls))
@@ -833,7 +841,7 @@ def _check_document_tokens(store: TokenStore) -> None:
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """Return whether a device computes while this process goes on, as a GPU does."""
+    """Return whether a device computes asynchronously, while this process goes on: a GPU does."""
     return device.type != "cpu"
 
 
@@ -859,16 +867,17 @@ def _merge_top(
 
 
 def _ties_at_last_place(scores: npt.NDArray[np.float32], k: int) -> bool:
-    """Return whether more documents than fit have the score of the last place, for some query.
+    """Return whether, for some query, documents `k` and `k` + 1 have the same score.
 
     Args:
-        scores: ``[Nq, n]``, falling; -infinity for documents that are left out.
+        scores: ``[Nq, n]``, descending; -infinity for documents that are left out.
         k: number of documents per query.
     """
     if scores.shape[1] <= k:
         return False
-    last = scores[:, k - 1]
-    return bool(((last == scores[:, k]) & np.isfinite(last)).any())
+    last_scores = scores[:, k - 1]
+    next_scores = scores[:, k]
+    return bool(((last_scores == next_scores) & np.isfinite(last_scores)).any())
 
 
 def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
@@ -904,7 +913,8 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
             ends = np.cumsum(chunk.lengths)
             checksums.append(token_blocks.checksums(arrays, ends - chunk.lengths, ends))
     check_ids(ids)
-    offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+    no_lengths = np.zeros(0, np.int64)  # lets concatenate work without documents
+    offsets = offsets_of(np.concatenate([no_lengths, *lengths]))
     if not offsets[-1]:
         raise ArgumentError(
             "vectors",

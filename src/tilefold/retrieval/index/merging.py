@@ -58,8 +58,8 @@ def merge_vectors(
     """Merge several folders of vectors of one kind into one folder, shard by shard.
 
     The folders must be complete, and may differ in their texts only. The texts of the new folder
-    have no fingerprint. After an interrupt, the same call begins again. Until it is finished, the
-    new folder is refused as incomplete.
+    have no fingerprint. After an interrupt, the same call begins from the start. Until the call is
+    finished, the new folder is refused as incomplete.
 
     Args:
         folders: two or more folders of vectors.
@@ -320,10 +320,11 @@ def update_index(
                 passages = segments.provenance.passages
                 new_documents = _documents_of(vectors.ids, documents, passages, folder)
         part_list = PartList.read(folder)
+        # Updates that were killed may have left segments that the index does not list.
         _remove_unlisted(folder / SEGMENTS, part_list.segment_names)
         (folder / SEGMENTS).mkdir(exist_ok=True)
         names = [part.name for part in part_list.parts]
-        n_segments_written = part_list.n_segments_written
+        n_segments_written = part_list.n_segments_written  # numbers the new segment
         new_part = None
         new_ids: set[str] = set()
         if vectors is not None:
@@ -338,6 +339,7 @@ def update_index(
         parts = [
             ListedPart(name, removed) for name, removed in zip(names, segments.removed, strict=True)
         ]
+        # Writing the list commits the update. Both contexts record whether this has succeeded.
         with (
             publishing(folder, log_sequence),
             change_log.recording(delete_ids, new_documents),
@@ -357,7 +359,7 @@ def _documents_of(
     passages: str | None,
     folder: Path,
 ) -> dict[str, Document]:
-    """Return the documents of new vectors, for the migration of an index to another model.
+    """Return the documents of new vectors, which a migration encodes with another model, too.
 
     Args:
         vector_ids: ids of the new documents, or of their passages.
@@ -389,7 +391,7 @@ def _write_segment(
     metadata: Mapping[str, Fields] | None,
     segment_folder: Path,
 ) -> Any:
-    """Write a segment durably, which no list of parts names yet.
+    """Write new documents as a segment durably. The index does not list the segment yet.
 
     Args:
         segments: the index, whose first part gives the options of the segment.
@@ -426,12 +428,12 @@ def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
 def _remove_documents(segments: Segments, delete: Collection[str], replaced: set[str]) -> int:
     """Mark documents of an index as removed, in ``segments.removed``.
 
-    If the index has passages, the id of a document stands for all its passages.
+    If the entries of the index are passages, the id of a document means all its passages.
 
     Args:
         segments: the index, which is changed.
         delete: ids of documents or passages to delete.
-        replaced: ids of new documents. Earlier documents with these ids are removed too.
+        replaced: ids of new documents. Documents that the index has under these ids are removed.
 
     Returns:
         Number of entries of the index that were deleted. Entries that are only replaced do not
@@ -464,7 +466,9 @@ def merge_segments(path: str | Path) -> int:
     """
     folder = path_of("path", path)
     with lock_path(folder.resolve()):
-        # A merge changes the generation, which decides whether a killed update was published.
+        # An interrupted update may have left a pending log entry. It counts as committed if the
+        # generation (state) of the index has changed. A merge changes the generation, so the entry
+        # is resolved before.
         ChangeLog(folder).settle()
         index: Any = open_index(folder)
         if isinstance(index, Segments):
@@ -583,11 +587,11 @@ def _check_same_special_tokens(index: Provenance, vectors: Provenance) -> None:
     vectors_keep = vectors.special_tokens is not False
     if not is_known or index_keeps == vectors_keep:
         return
-    content = {True: "weights of special tokens", False: "no weights of special tokens"}
+    contents = {True: "weights of special tokens", False: "no weights of special tokens"}
     option = "without" if index_keeps else "with"
     raise ArgumentDataError(
         "vectors",
-        f"expected {content[index_keeps]}, as in the index, got {content[vectors_keep]}. Encode "
+        f"expected {contents[index_keeps]}, as in the index, got {contents[vectors_keep]}. Encode "
         f"the documents again {option} special_tokens=False (--no-special-tokens).",
     )
 

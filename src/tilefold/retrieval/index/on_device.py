@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class DeviceIndex:
-    """An exact index on one or several devices: :meth:`ExactIndex.search` with fixed-point sums.
+    """An exact index of sparse vectors on one or several devices, which sums in fixed point.
 
     Every run gives the same bits, with any number of devices. The error of a score is at most 2^-30
     of the highest score that any document could have, times the number of terms of the query. Equal
@@ -83,14 +83,15 @@ class DeviceIndex:
         # order.
         terms_by_length = np.argsort(-np.diff(postings.offsets), kind="stable")
         self._rank_of_term = terms_by_length.argsort()
-        # Padding has the rank V and stands for term 0.
+        # Queries are padded with the rank V, which is no term's rank. It is mapped to term 0, whose
+        # weight in padding is 0.
         self._term_of_rank = np.append(terms_by_length, 0).astype(np.int32)
         self.postings: BlockedPostings | DividedPostings
         if len(devices) == 1:
-            self.postings = _on_one_device(postings, len(ids), devices[0])
+            self.postings = _copy_postings(postings, len(ids), devices[0])
         else:
             self.postings = DividedPostings.of(postings, devices)
-        # A graph has the kernels of one device.
+        # A CUDA graph can launch kernels on one device only.
         self._graphs: GraphPool[QueryGraph] = GraphPool(self.device, is_enabled=len(devices) == 1)
 
     @property
@@ -130,12 +131,14 @@ class DeviceIndex:
         if matching is not None:
             matching_mask = torch.from_numpy(matching.view(np.uint8)).to(self.device)
             among = matching_mask if among is None else matching_mask * among
+        # A CUDA graph launches a whole search by one call. It is captured without a mask.
         if len(queries) == 1 and among is None and queries.indices.size <= _GRAPH_TERMS:
-            kind = ("terms", k)
-            graph = self._graphs.take(kind, lambda: self._capture_terms(k))
+            graph_key = ("terms", k)
+            graph = self._graphs.take(graph_key, lambda: self._capture_terms(k))
             if graph is not None:
-                scores_on_cpu, positions_on_cpu = _search_by_graph(graph, *self._sorted(queries))
-                self._graphs.give_back(kind, graph)
+                terms_on_cpu, weight_bits = self._terms_by_length(queries)
+                scores_on_cpu, positions_on_cpu = _search_by_graph(graph, terms_on_cpu, weight_bits)
+                self._graphs.give_back(graph_key, graph)
                 return hits_of(self.ids, positions_on_cpu, scores_on_cpu)
         terms, weights = self._pad_on_cpu(queries)
         scores, positions = self._search_padded(terms, weights, k, among)
@@ -147,7 +150,7 @@ class DeviceIndex:
         return hits_of(self.ids, positions.numpy(), scores.numpy())
 
     def _capture_terms(self, k: int) -> QueryGraph:
-        """Capture the search with one query that is on the CPU.
+        """Capture the search with one query that is on the CPU as a CUDA graph.
 
         The input of the graph is int32 ``[2, 1, T]`` in pinned memory: the query's terms, and the
         bits of their weights. Zeros are padding.
@@ -165,8 +168,8 @@ class DeviceIndex:
 
         return QueryGraph(self.device, [padded], search)
 
-    def _sorted(self, query: SparseVectors) -> tuple[Ints, Ints]:
-        """Return the terms of one query in the order of :meth:`_pad_on_cpu`, and their bits.
+    def _terms_by_length(self, query: SparseVectors) -> tuple[Ints, Ints]:
+        """Sort the terms of one query by the length of their postings, longest first.
 
         Returns:
             Terms, and the bits of their weights, both int32 ``[n]``.
@@ -204,7 +207,7 @@ class DeviceIndex:
         """
         check_k(k)
         self._check_shape(queries)
-        if _number_of(queries) == 1:
+        if _n_queries(queries) == 1:
             return self._search_one(queries, k, among)
         entries = _entries_of(queries)
         _check_weights(entries)
@@ -219,9 +222,9 @@ class DeviceIndex:
     ) -> tuple[Tensor, Tensor]:
         """Search with one query that is on the device.
 
-        Its terms are not listed by torch, whose functions would take several times as long as the
-        search, and of which two would wait for the device. The kernels list and check them, and
-        the CPU waits once, for the result of the check.
+        The kernels of the search list and check the terms of the query. With torch, this would take
+        several times as long as the search, and would wait twice for the device. The CPU waits
+        once, for the result of the check.
 
         Args:
             query: ``[1, V]`` in any layout of :meth:`search_tensor`.
@@ -231,11 +234,11 @@ class DeviceIndex:
         Raises:
             DataError: if a weight is NaN, infinite in float32, or negative.
         """
-        kind = ("row", k)
+        graph_key = ("row", k)
         graph = None
-        # Another device is refused by the search without a graph.
+        # A graph would copy a query from another device, which the search without a graph refuses.
         if among is None and _device_of(query) == self.device:
-            graph = self._graphs.take(kind, lambda: self._capture_row(k))
+            graph = self._graphs.take(graph_key, lambda: self._capture_row(k))
         if graph is None:
             scores, positions, term_counts = self._search_row(_dense_row(query), k, among)
             n_terms = term_counts.item()
@@ -245,8 +248,8 @@ class DeviceIndex:
             scores, positions = (result.clone() for result in graph.device_results[:2])
             graph.wait()
             n_terms = graph.host_results[0].item()
-            self._graphs.give_back(kind, graph)
-        has_invalid_weight = n_terms < 0
+            self._graphs.give_back(graph_key, graph)
+        has_invalid_weight = n_terms < 0  # how the kernels report one
         if has_invalid_weight:
             _refuse_weights(_entries_of(query))
         return scores, positions
@@ -260,8 +263,8 @@ class DeviceIndex:
         """Search with one dense query, float32 ``[1, V]``, and leave out removed documents.
 
         Returns:
-            Scores, positions and the number of terms, as of
-            :func:`~tilefold.ops.sparse_search.sparse_topk_of_dense`.
+            Scores and positions, both ``[1, k]``, and the number of the query's terms, ``[1]``,
+            which is negative if a weight is invalid.
         """
         allowed = self._allowed(among)
         if isinstance(self.postings, DividedPostings):
@@ -269,7 +272,7 @@ class DeviceIndex:
         return sparse_topk_of_dense(self.postings, row, k, allowed=allowed)
 
     def _capture_row(self, k: int) -> QueryGraph:
-        """Capture the search with one dense query.
+        """Capture the search with one dense query as a CUDA graph.
 
         Only the number of its terms is copied to the CPU, because the results stay on the device.
 
@@ -316,13 +319,13 @@ class DeviceIndex:
         if longest is None:
             longest = int(offsets.diff().max()) if n_entries else 0
         width = _padded_width(longest)
-        # One sort by row and then by descending length. A length is at most the number of
-        # documents, so the keys of a row are below those of the next row.
+        # One sort orders by row and then by descending length of the postings. A length is at most
+        # the number of documents, so the keys of a row are below those of the next row.
         n_documents = len(self.ids)
         lengths = self.postings.counts[entries.terms]
         sort_keys = rows * (n_documents + 1) + (n_documents - lengths)
         order = sort_keys.argsort()
-        # Sorting has not changed the row of any entry, because the entries were ordered by row.
+        # Position i belongs to the same row after the sort, because entries were ordered by row.
         columns = torch.arange(n_entries, device=device) - offsets[rows]
         positions = rows * width + columns
         padded_terms = torch.zeros(entries.n_rows, width, dtype=torch.int32, device=device)
@@ -361,7 +364,7 @@ class DeviceIndex:
             among: uint8 ``[N]``, 1 for documents that may be returned. None allows all.
 
         Returns:
-            uint8 ``[N]``; None for all documents.
+            uint8 ``[N]``, 1 for documents that both masks allow; None for all documents.
         """
         if self._present is None:
             return among
@@ -415,18 +418,18 @@ class DeviceIndex:
         lengths = np.diff(queries.indptr)
         columns = np.arange(_padded_width(int(lengths.max(initial=1))))
         is_term = columns < lengths[:, None]
-        # The rank and the weight of a term are packed into one int64, because a sort of integers is
-        # several times faster than an argsort. The rank is the high half. The low half is the bits
-        # of the weight.
+        # The rank of a term (by the length of its postings) and its weight are packed into one
+        # int64, because a sort of integers is several times faster than an argsort. The rank is the
+        # high half. The low half is the bits of the weight.
         padding_rank = self._rank_of_term.size
         packed = np.full(is_term.shape, padding_rank << 32)
         ranks = self._rank_of_term[queries.indices]
         packed[is_term] = (ranks << 32) | queries.data.view(np.uint32)
         packed.sort(axis=1)
         terms = self._term_of_rank[packed >> 32]
-        weight_bits = packed.astype(np.int32)
-        # Both arrays are copied at once. Unpinned memory is copied before the call returns, so the
-        # array may be freed then.
+        weight_bits = packed.astype(np.int32)  # keeps the low half
+        # Both arrays are copied at once. The source is not pinned memory, so it has been read when
+        # the call returns, and may be freed.
         device_terms, device_bits = torch.from_numpy(np.stack([terms, weight_bits])).to(
             self.device,
             non_blocking=True,
@@ -434,7 +437,7 @@ class DeviceIndex:
         return device_terms, device_bits.view(torch.float32)
 
 
-def _on_one_device(postings: Any, n_documents: int, device: torch.device) -> BlockedPostings:
+def _copy_postings(postings: Any, n_documents: int, device: torch.device) -> BlockedPostings:
     """Copy the postings of all documents to one device.
 
     Args:
@@ -500,8 +503,8 @@ class _Entries(NamedTuple):
     longest: int | None
 
 
-def _number_of(queries: Tensor | SparseRows) -> int:
-    """Return the number of queries."""
+def _n_queries(queries: Tensor | SparseRows) -> int:
+    """Return the number of queries of a batch in any layout."""
     return len(queries.counts) if isinstance(queries, SparseRows) else queries.shape[0]
 
 
@@ -569,8 +572,8 @@ def _padded_width(longest: int) -> int:
 def _check_weights(entries: _Entries) -> None:
     """Raise ``DataError`` if a weight is negative, infinite or NaN.
 
-    The CPU waits here for the device. Measured on an H200 with several queries, that costs less
-    than launching a check before the search and reading its result afterwards.
+    The CPU waits here for the device. On an H200 with several queries, this wait takes less time
+    than to launch a check before the search and to read its result afterwards.
     """
     if not bool(_are_valid(entries.weights).all()):
         _refuse_weights(entries)
@@ -582,7 +585,7 @@ def _are_valid(weights: Tensor) -> Tensor:
 
 
 def _refuse_weights(entries: _Entries) -> NoReturn:
-    """Raise ``ArgumentDataError`` for entries of which some weight is negative, infinite or NaN."""
+    """Raise ``ArgumentDataError`` that names the first negative, infinite or NaN weight."""
     position = int((~_are_valid(entries.weights)).int().argmax())
     raise ArgumentDataError(
         "queries",

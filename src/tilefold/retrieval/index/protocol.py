@@ -182,7 +182,7 @@ def write_manifest(
 
 
 def read_description(path: str | Path) -> Json:
-    """Read the manifest of an index, without a check of the other files.
+    """Read the manifest of an index. The other files are neither read nor checked.
 
     Args:
         path: the folder of the index.
@@ -194,7 +194,7 @@ def read_description(path: str | Path) -> Json:
     check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
     file = folder / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
-    problem = _problem_of(manifest)
+    problem = _describe_invalid_manifest(manifest)
     if problem is not None:
         raise DataError(
             f"{file}: expected an index of schema {SCHEMA_VERSION}, got {problem}. {REMEDY}",
@@ -202,10 +202,11 @@ def read_description(path: str | Path) -> Json:
     return manifest
 
 
-def _problem_of(manifest: Json) -> str | None:
-    """Return what is wrong with a manifest, as a phrase for an error; None if it is valid."""
+def _describe_invalid_manifest(manifest: Json) -> str | None:
+    """Describe the first fault of a manifest as a phrase for an error; None if it is valid."""
     for key, expected_type in _TYPES.items():
         value = manifest.get(key)
+        # bool is a subclass of int, but True is no number.
         if not isinstance(value, expected_type) or isinstance(value, bool):
             type_name = getattr(expected_type, "__name__", expected_type)
             return f"wrong {key}: expected {type_name}, got {value!r:.80}"
@@ -222,12 +223,12 @@ def _problem_of(manifest: Json) -> str | None:
 
 
 def read_manifest(path: str | Path, backend: str, *, unverified: Collection[str] = ()) -> Json:
-    """Read the manifest of an index, and compare the files with their checksums.
+    """Read the manifest of an index, and compare the index's files with their checksums.
 
     Args:
         path: the folder of the index.
         backend: the backend that the index must have.
-        unverified: names of files that must exist, but whose checksums are not compared.
+        unverified: names of files that must exist, but whose checksums are not compared here.
 
     Raises:
         DataError: if the index has another backend, or a file is damaged or missing.
@@ -268,7 +269,7 @@ def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
 
 
 def read_offsets(file: Path, count: int) -> npt.NDArray[np.int64]:
-    """Memory-map the offsets of an index.
+    """Memory-map the offsets of an index: where each row begins, and the end of the last row.
 
     Args:
         file: a ``.npy`` file with int64 offsets ``[count + 1]``.
@@ -278,8 +279,10 @@ def read_offsets(file: Path, count: int) -> npt.NDArray[np.int64]:
         DataError: if the offsets do not begin with 0, or if an offset is below the one before it.
     """
     offsets = read_array(file, np.int64, count + 1)
+    # Any end is accepted here. A negative one fails the check, because offsets begin with 0.
+    end = max(0, int(offsets[-1]))
     try:
-        check_offsets(offsets, max(0, int(offsets[-1])), "offsets")
+        check_offsets(offsets, end, "offsets")
     except DataError as error:
         raise DataError(f"{file}: {error} {REMEDY}") from error
     return offsets
@@ -356,11 +359,12 @@ class StoredIds(Sequence[str]):
         Args:
             sought: the ids that are sought.
         """
-        purpose = "An index with removed documents"
+        purpose = "An index with removed documents"  # for the error if pyarrow is not installed
         pyarrow = require("pyarrow", "pyarrow", purpose)
         compute = require("pyarrow.compute", "pyarrow", purpose)
         offsets = np.ascontiguousarray(self._offsets)
-        buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(self._text)]
+        no_nulls = None
+        buffers = [no_nulls, pyarrow.py_buffer(offsets), pyarrow.py_buffer(self._text)]
         ids = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), buffers)
         encoded = [document_id.encode("utf-8", _ENCODING_ERRORS) for document_id in sought]
         value_set = pyarrow.array(encoded, pyarrow.large_binary())
@@ -427,7 +431,8 @@ def hits_of(
     hits: list[list[Hit]] = []
     is_hit = (positions >= 0) & (scores > -np.inf)
     all_are_hits = bool(is_hit.all())
-    # The thousands of new objects would trigger collections that visit all objects of the process.
+    # Thousands of new hits would start the garbage collector, which visits all objects of the
+    # process.
     with garbage_collection_paused():
         for query_row, is_query_hit in enumerate(is_hit):
             query_positions = positions[query_row]
@@ -505,9 +510,11 @@ class FolderIndex(ABC):
 
     @classmethod
     def _new_folder(cls, path: str | Path, *, overwrite: bool) -> AbstractContextManager[Path]:
-        """Create a folder to write an index into, which is renamed to `path` at the end.
+        """Create a temporary folder to write an index into; it is renamed to `path` at the end.
 
-        See :func:`tilefold._internal.files.atomic_directory`.
+        Args:
+            path: the folder of the index.
+            overwrite: whether an index of this backend in `path` is replaced.
         """
         return atomic_directory(
             path_of("path", path),

@@ -37,7 +37,7 @@ class QueryGraph:
     Attributes:
         inputs: buffers that the function reads. The caller writes them before a replay.
         device_results: results on the device, which the next replay overwrites.
-        host_results: copies of the last ones of them in pinned memory.
+        host_results: copies in pinned memory of the results that the CPU reads.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class QueryGraph:
             device: the GPU.
             inputs: buffers that the function reads.
             function: launches the search, and returns results on the device.
-            n_device_only: number of the first results that are not copied to the CPU.
+            n_device_only: number of results, counted from the first, that stay on the GPU.
         """
         self.inputs = inputs
         self._device = device
@@ -62,6 +62,7 @@ class QueryGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             memory = GraphMemory()
+            # The first calls compile or load kernels, which a capture may not do.
             with memory.warming_up():
                 for _ in range(WARM_UP_RUNS):
                     results = function()
@@ -87,8 +88,8 @@ class QueryGraph:
 class GraphPool(Generic[GraphT]):
     """Graphs of an index by kind of search, each used by one thread at a time.
 
-    A search that gets no graph is launched step by step, with the same results: the first ones of
-    a kind, and those that come while all graphs are in use.
+    A search that gets no graph is launched step by step, with the same results. These are the
+    first searches of a kind, and searches that begin while all graphs are in use.
 
     Args:
         device: the device of the index. Only GPUs have graphs.
@@ -103,14 +104,14 @@ class GraphPool(Generic[GraphT]):
         self._n_graphs = 0
 
     def take(self, kind: Hashable, capture: Callable[[], GraphT]) -> GraphT | None:
-        """Take a graph for one search. No other search gets it until it is given back.
+        """Take a CUDA graph for one search. No other search gets it until it is given back.
 
         Args:
-            kind: what the graph was captured for.
-            capture: captures a graph of this kind.
+            kind: key of the searches that one graph can replay, such as their shapes.
+            capture: function that captures a graph for this kind of search.
 
         Returns:
-            An idle graph, or a new one if that is due; ``None`` otherwise.
+            An idle graph, or a new one after enough searches of this kind; ``None`` otherwise.
         """
         if not self._is_enabled:
             return None

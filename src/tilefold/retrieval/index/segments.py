@@ -193,7 +193,7 @@ class Segments:
         )
 
     @cached_property
-    def _present(self) -> Mask:
+    def _is_present(self) -> Mask:
         """Mask of the documents of all parts, False for removed documents."""
         return np.concatenate(
             [~are_among(part.ids, removed) for part, removed in self.parts_with_removed()],
@@ -219,6 +219,7 @@ class Segments:
             The hits of each query, best first.
         """
         merged: list[list[Hit]] = [[] for _ in range(len(queries))]
+        # Mask of the documents of all parts, one part after the other; None without a filter.
         matching = allowed_by(self.metadata, where)
         begin = 0
         for part, removed in self.parts_with_removed():
@@ -246,19 +247,19 @@ class Segments:
         """Choose how a search of a part excludes removed documents: by extra hits, or by a mask.
 
         Args:
-            documents: the documents of the part among the documents of all parts.
+            documents: where the documents of the part are among those of all parts.
             n_removed: number of removed documents of the part.
             matching: mask of the part's documents that match a filter; None without a filter.
 
         Returns:
-            How many hits to retrieve in addition to `k`, of which the caller drops removed
-            documents, and the mask of the search.
+            The number of extra hits, which replace the removed documents that the caller drops;
+            and the mask of the documents that the search may return, None for all.
         """
-        # With a mask, Seismic completes short results by an exact search, which is slow.
+        # If a mask leaves Seismic with too few hits, it searches exactly again, which is slow.
         if n_removed <= _MAX_EXTRA_HITS or self.backend == "seismic":
             return n_removed, matching
-        present = self._present[documents]
-        return 0, present if matching is None else matching & present
+        is_present = self._is_present[documents]
+        return 0, is_present if matching is None else matching & is_present
 
     def vectors(self, document_ids: Iterable[str]) -> Tensor:
         """Return the vectors of documents of a dense index, as :meth:`DenseIndex.vectors` does."""
@@ -309,7 +310,7 @@ class Segments:
             Postings.concatenate([part.postings() for part in self.parts]),
             cast("SparseIndex", self),
             device,
-            self._present,
+            self._is_present,
         )
 
     def merged(self, folder: Path) -> Any:
@@ -338,7 +339,7 @@ class Segments:
 
 
 def open_segments(path: Path, index: Any, load: Callable[[Path], Any]) -> Any:
-    """Open the segments of an index.
+    """Open the segments of an index, which are the parts that updates have added to it.
 
     Args:
         path: the folder of the index.

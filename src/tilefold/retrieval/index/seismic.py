@@ -93,16 +93,16 @@ class SeismicOptions:
     """Options of a Seismic index: five options of the build, then defaults of a search.
 
     Attributes:
-        n_postings: number of postings that a term keeps, on average. None sets it by the
-            collection, see :meth:`for_collection`.
+        n_postings: number of postings (documents) that a term keeps, on average. None derives the
+            number from the size of the collection (:meth:`for_collection`).
         centroid_fraction: number of clusters of a posting list, as a fraction of its documents.
         min_cluster_size: number of documents of the smallest cluster.
         summary_energy: fraction of a cluster's weight that its summary keeps.
         doc_cut: number of heaviest terms of a document that clustering reads.
         query_cut: number of heaviest terms of a query that choose the clusters. Scores use all
-            terms. None sets it by the collection.
+            terms. None derives the number from the size of the collection.
         heap_factor: a number in [0, 1]. A lower value visits more clusters, which is slower and
-            closer to exact. None sets it by the collection.
+            closer to exact. None derives the number from the size of the collection.
         num_threads: number of threads; 0 uses one per core.
 
     Raises:
@@ -248,7 +248,7 @@ class SeismicIndex(GrowingIndex):
         Args:
             engine: an index of the package; None if no document has a term.
             ids: ids of all documents.
-            terms: int32 ``[M]``, the terms that documents have, ascending.
+            terms: int32 ``[M]``, the terms that occur in documents, ascending.
             nonempty_rows: rows of the documents that have terms, ascending. Only these documents
                 are in the engine.
             options: options of the index, with all defaults filled in.
@@ -300,7 +300,7 @@ class SeismicIndex(GrowingIndex):
             ValueError: if an option is wrong.
         """
         parsed_options = SeismicOptions.parse(options)
-        if not (vectors.data > 0).any():
+        if not (vectors.data > 0).any():  # the engine cannot be built without a term
             return cls(
                 None,
                 list(vectors.ids),
@@ -316,7 +316,7 @@ class SeismicIndex(GrowingIndex):
         terms = np.flatnonzero(occurrences).astype(np.int32)
         full_options = parsed_options.for_collection(
             len(vectors),
-            scaled.indices.size / terms.size,
+            mean_postings=scaled.indices.size / terms.size,
         )
         engine, engine_terms = _build_engine(scaled, terms, full_options)
         return cls(
@@ -354,8 +354,10 @@ class SeismicIndex(GrowingIndex):
         Args:
             queries: sparse vectors over the vocabulary of the index.
             k: number of documents per query.
-            query_cut: see :class:`SeismicOptions`; defaults to the value given at build time.
-            heap_factor: see :class:`SeismicOptions`; defaults to the value given at build time.
+            query_cut: number of heaviest terms of a query that choose the clusters to visit; None
+                uses the value of the build.
+            heap_factor: a number in [0, 1]; a lower value is slower and closer to exact. None uses
+                the value of the build.
             where: filter of the documents' metadata.
             allowed: bool ``[N]``, False for documents that are left out; None allows all.
         """
@@ -382,9 +384,10 @@ class SeismicIndex(GrowingIndex):
     ) -> list[list[Hit]]:
         """Return the `k` best allowed documents for each query.
 
-        The approximate search retrieves four times as many documents as contain `k` allowed ones on
-        average. A query that still has fewer than `k` hits is searched exactly. If the approximate
-        search would retrieve more than a quarter of all documents, every query is searched exactly.
+        The approximate search cannot filter, so it retrieves more than `k` documents: four times
+        the number that contains `k` allowed ones on average. A query that still has fewer than `k`
+        hits is searched exactly. If the approximate search would retrieve more than a quarter of
+        all documents, every query is searched exactly.
 
         Args:
             queries: sparse vectors over the vocabulary of the index.
@@ -499,6 +502,7 @@ class SeismicIndex(GrowingIndex):
             Rows of documents, in any order, and their scores.
         """
         small_scores = small.scores(terms, weights)
+        # Positions, in both arrays of rows, of the documents that occur in both.
         _, in_retrieved, in_small = np.intersect1d(
             rows,
             small.rows,
@@ -523,7 +527,7 @@ class SeismicIndex(GrowingIndex):
             terms: terms of the query, ascending.
             weights: weights of these terms.
         """
-        # The engine has the documents of `_nonempty_rows`, in this order.
+        # The engine numbers the documents by their positions in `_nonempty_rows`.
         position = int(np.searchsorted(self._nonempty_rows, row))
         if position == len(self._nonempty_rows) or self._nonempty_rows[position] != row:
             return 0.0
@@ -544,7 +548,7 @@ class SeismicIndex(GrowingIndex):
         k: int,
         options: SeismicOptions,
     ) -> list[tuple[Rows, Scores]]:
-        """Search with the engine.
+        """Search with the engine, which is the index of the package.
 
         Args:
             queries: sparse vectors over the vocabulary of the index.
@@ -552,8 +556,8 @@ class SeismicIndex(GrowingIndex):
             options: options of the search.
 
         Returns:
-            For each query, rows of documents in any order, and their scores by the engine's
-            weights, divided by the scale.
+            For each query, rows of documents in any order, and their scores by the weights in the
+            engine, with the scale of the weights undone.
 
         Raises:
             DataError: if the engine fails, and was loaded from a folder.
@@ -562,13 +566,14 @@ class SeismicIndex(GrowingIndex):
         results = [no_documents for _ in range(len(queries))]
         if self._engine is None:
             return results
-        engine_queries = self._engine_queries(queries)
+        engine_queries = self._convert_queries(queries)
         if not engine_queries.names:
             return results
         with self._naming_folder():
-            for hits in self._engine_hits(engine_queries, k, options):
+            for hits in self._call_engine(engine_queries, k, options):
                 rows = np.array([int(document) for _, _, document in hits], np.int64)
                 scaled_scores = np.array([score for _, score, _ in hits], np.float32)
+                # A damaged engine may return anything.
                 check_positions("documents", rows, self.n_documents)
                 check_weights("scores", scaled_scores)
                 if hits:
@@ -576,13 +581,13 @@ class SeismicIndex(GrowingIndex):
                     results[int(query_name)] = (rows, self._half_weights.unscaled(scaled_scores))
         return results
 
-    def _engine_hits(
+    def _call_engine(
         self,
         queries: _EngineQueries,
         k: int,
         options: SeismicOptions,
     ) -> list[list[tuple[str, float, str]]]:
-        """Call the engine.
+        """Search one query or a batch of queries with the engine's functions.
 
         Args:
             queries: at least one query.
@@ -617,8 +622,8 @@ class SeismicIndex(GrowingIndex):
         )
         return [hits]
 
-    def _engine_queries(self, queries: SparseVectors) -> _EngineQueries:
-        """Convert queries for the engine, and leave out those without a term of the index.
+    def _convert_queries(self, queries: SparseVectors) -> _EngineQueries:
+        """Convert queries for the engine, and leave out queries without a term of the index.
 
         Args:
             queries: sparse vectors over the vocabulary of the index.
@@ -627,7 +632,8 @@ class SeismicIndex(GrowingIndex):
         engine_queries = _EngineQueries([], [], [])
         for query_row in range(len(queries)):
             query_terms, query_weights = queries.row(query_row)
-            # Position of each query term among the terms of the index, if it is one of them.
+            # Position of each query term among the terms of the index, if it is one of them. A term
+            # above all of them is compared with the last one.
             positions = np.searchsorted(self._terms, query_terms)
             positions = np.minimum(positions, self._terms.size - 1)
             in_index = (self._terms[positions] == query_terms) & (query_weights > 0)
@@ -742,7 +748,7 @@ def _read_terms(folder: Path, vocab_size: int) -> Terms:
 
 
 def _read_permutation(file: Path, n_terms: int) -> Terms:
-    """Read the position among the terms of the index of each component of the engine.
+    """Read which term each component of the engine is, as a position among the index's terms.
 
     Args:
         file: the file of the permutation.
@@ -766,11 +772,13 @@ def _build_engine(
     terms: Terms,
     options: SeismicOptions,
 ) -> tuple[Any, Terms]:
-    """Build the package's index of all documents that have terms, named by their rows.
+    """Build the package's index (the engine) of all documents that have terms.
+
+    The engine's name of a document is its row, and its components are numbers of terms.
 
     Args:
         vectors: sparse vectors of the documents, with weights that 16 bits represent.
-        terms: int32 ``[M]``, the terms that documents have, ascending.
+        terms: int32 ``[M]``, the terms that occur in documents, ascending.
         options: options of the build.
 
     Returns:
@@ -841,7 +849,7 @@ def _load_engine(file: Path, terms: Terms, nonempty_rows: Rows, n_documents: int
 
     Args:
         file: the file that the engine wrote.
-        terms: the terms that documents have. Their number decides the engine's class.
+        terms: the terms that occur in documents. Their number decides the engine's class.
         nonempty_rows: rows of the documents that have terms.
         n_documents: number of documents of the index.
 
@@ -859,10 +867,11 @@ def _load_engine(file: Path, terms: Terms, nonempty_rows: Rows, n_documents: int
             f"{_ENGINE_FILE}: expected {nonempty_rows.size} texts and {terms.size} terms, got "
             f"{engine.len} texts and {engine.dim} terms.",
         )
-    invalid = first_outside(nonempty_rows, n_documents)
-    if invalid is not None:
+    invalid_position = first_outside(nonempty_rows, n_documents)
+    if invalid_position is not None:
         raise DataError(
-            f"{_FILLED}: expected rows in [0, {n_documents}), got {nonempty_rows[invalid]}.",
+            f"{_FILLED}: expected rows in [0, {n_documents}), got "
+            f"{nonempty_rows[invalid_position]}.",
         )
     return engine
 
@@ -888,9 +897,9 @@ def _silenced_output() -> Iterator[None]:
     """Discard the output of native code, and raise its panics as ``RuntimeError``.
 
     Native code prints to the file descriptors 1 and 2, which ``contextlib.redirect_stdout`` does
-    not reach. They lead to the null device within the block, for all threads of the process.
+    not reach. Within the block, both write to the null device, for all threads of the process.
     """
-    # Descriptors, each with a copy that it is restored from.
+    # Descriptors, each with a copy from which it is restored.
     saved: list[tuple[int, int]] = []
     # Output that Python has buffered must not go to the null device.
     for stream in (sys.stdout, sys.stderr):
