@@ -21,19 +21,20 @@ def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
         name: name of the array, for the error message.
 
     Raises:
-        DataError: if they do not.
+        DataError: if an offset is below the one before it, the first is not 0, or the last is not
+            `size`.
     """
     falls = offsets[1:] < offsets[:-1]
     if not offsets.size:
-        shown = "an empty array"
+        got = "an empty array"
     elif bool(falls.any()):
-        position = int(falls.argmax())
-        shown = f"{offsets[position + 1]} after {offsets[position]}"
+        position = int(falls.argmax())  # of the first True
+        got = f"{offsets[position + 1]} after {offsets[position]}"
     elif offsets[0] != 0 or offsets[-1] != size:
-        shown = f"some from {offsets[0]} to {offsets[-1]}"
+        got = f"some from {offsets[0]} to {offsets[-1]}"
     else:
         return
-    raise DataError(f"{name}: expected offsets that rise from 0 to {size}, got {shown}.")
+    raise DataError(f"{name}: expected offsets that rise from 0 to {size}, got {got}.")
 
 
 def first_outside(positions: Array, limit: int) -> int | None:
@@ -53,15 +54,15 @@ def first_invalid_weight(weights: Array) -> int | None:
 
 def check_positions(name: str, positions: Array, limit: int) -> None:
     """Raise a ``DataError`` that names the array if a position is outside ``[0, limit)``."""
-    invalid = first_outside(positions, limit)
-    if invalid is not None:
-        raise DataError(f"{name}: expected positions in [0, {limit}), got {positions[invalid]}.")
+    index = first_outside(positions, limit)
+    if index is not None:
+        raise DataError(f"{name}: expected positions in [0, {limit}), got {positions[index]}.")
 
 
 def check_weights(name: str, weights: Array) -> None:
     """Raise a ``DataError`` that names the array if a weight is negative or not finite."""
-    invalid = first_invalid_weight(weights)
-    if invalid is not None:
+    index = first_invalid_weight(weights)
+    if index is not None:
         raise DataError(
-            f"{name}: expected finite weights of at least 0, got {weights[invalid]}.",
+            f"{name}: expected finite weights of at least 0, got {weights[index]}.",
         )

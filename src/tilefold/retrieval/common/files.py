@@ -71,11 +71,11 @@ _KINDS_OF_FOLDERS = {
 
 
 def check_folder(folder: Path, manifest: str, expected: str) -> None:
-    """Check that a folder has its manifest.
+    """Check that a folder is of the expected kind, by its manifest.
 
     Args:
         folder: the folder to be read.
-        manifest: name of the file that describes such a folder.
+        manifest: name of the file that describes a folder of this kind.
         expected: the kind of folder and the command that writes it, for the error message.
 
     Raises:
@@ -118,7 +118,7 @@ def read_json_object(path: Path, remedy: str) -> Json:
         ) from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
-    checksum = value.pop(CHECKSUM, None)
+    checksum = value.pop(CHECKSUM, None)  # a file that was written by hand has none
     if checksum is not None and checksum != _checksum(value):
         raise DataError(
             f"{path}: the {CHECKSUM} does not match: the file is damaged or was edited. {remedy} "
@@ -161,7 +161,7 @@ def json_line(value: object) -> str:
 def is_unicode(text: str) -> bool:
     """Return whether UTF-8 can encode a text.
 
-    It cannot encode one half of a surrogate pair.
+    A Python string may hold half a surrogate pair (UTF-16), which UTF-8 cannot encode.
     """
     try:
         text.encode("utf-8")
@@ -208,7 +208,7 @@ def check_text_ids(argument: str, ids: Collection[object]) -> None:
     # One check of all ids together is faster than a check of each id.
     try:
         joined = "".join(ids)  # type: ignore[arg-type]
-    except TypeError:
+    except TypeError:  # an id is not a string
         invalid = next(name for name in ids if not isinstance(name, str))
         raise not_a_string_error(argument, invalid) from None
     if "\0" in joined or not is_unicode(joined):

@@ -67,7 +67,9 @@ class SearchWithoutIdenticalIds:
 
         The search is repeated with twice as many results until enough of them remain.
         """
-        depth = n + 1  # enough unless several passages of the query's own document are results
+        # One extra result replaces the query's own document. More are needed only if several
+        # passages of that document are results.
+        depth = n + 1
         while True:
             run = self._search(depth)
             others = {query: self._other_results(query, scores) for query, scores in run.items()}

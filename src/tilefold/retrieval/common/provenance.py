@@ -187,7 +187,7 @@ def warn_of_other_precision(
     index_precision: str | None,
     stacklevel: int,
 ) -> None:
-    """Warn if the precision of new vectors differs from that of the vectors they are added to.
+    """Warn if new vectors were computed in another precision than the vectors they are added to.
 
     Args:
         description: description of the new vectors, for the message.
@@ -333,7 +333,7 @@ def model_fingerprint(model: Model) -> str:
     dtypes = stored_dtypes(model)  # of weights that were widened, without a change of values
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
+        step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)  # between two hashed values
         dtype = dtypes.get(name, tensor.dtype)
         digest.update(f"{name} {tuple(tensor.shape)} {dtype}\n".encode())
         digest.update(flat[::step].cpu().double().numpy().tobytes())
@@ -349,7 +349,7 @@ def _graph_fingerprint(graph: Any, settings: str) -> str:
         graph: the model's :class:`tilefold.modules.OnnxGraph`.
         settings: the model's current :func:`model_settings`.
     """
-    original: dict[str, Any] = graph.made_of
+    original: dict[str, Any] = graph.made_of  # settings and fingerprint of the original model
     if original["settings"] == settings and original["quantize"] is None:
         return str(original["model"])
     return hashlib.sha256(f"{original['model']} {graph.sha256} {settings}".encode()).hexdigest()
@@ -358,8 +358,8 @@ def _graph_fingerprint(graph: Any, settings: str) -> str:
 def _module_settings(model: Model) -> str:
     """Describe the classes and settings of a model's modules as JSON, by module name.
 
-    Every module of the pipeline is described, and every nested module with settings, such as those
-    of a Router's routes.
+    Every module of the pipeline is described, and every nested module with settings, such as the
+    modules in a Router's routes.
     """
     pipeline = {id(module) for module in model.children()}
     descriptions: Json = {}
@@ -409,8 +409,8 @@ def ids_to_delete(
 ) -> set[str]:
     """Return the ids of the entries that an update removes from an index.
 
-    An update removes entries that it deletes or replaces. A document's passages are deleted or
-    replaced together.
+    An update removes entries that it deletes or replaces. If a document is replaced or deleted, all
+    of its passages are removed.
 
     Args:
         index_ids: ids of the entries: document ids, or passage ids such as ``"d1#0"``.

@@ -194,14 +194,14 @@ class Tokenizer:
         tokens: list[str] = []
         for word in self._words(text):
             if _UNSPACED_CHARACTER.match(word):
-                n_pairs = max(1, len(word) - 1)
+                n_pairs = max(1, len(word) - 1)  # a single character is a token itself
                 tokens.extend(word[start : start + 2] for start in range(n_pairs))
             elif self._is_stemmed(word):
                 tokens.append(self._stem(word))
         return tokens
 
     def _is_stemmed(self, word: str) -> bool:
-        """Return whether the stem of a word is a token."""
+        """Return whether a word becomes a token: not a stop word, and not a single character."""
         is_unspaced = _UNSPACED_CHARACTER.match(word) is not None
         return len(word) > 1 and not is_unspaced and word not in self._stopwords
 
@@ -217,10 +217,10 @@ class Tokenizer:
         texts: Iterable[str],
         earlier_stems: Mapping[str, str] | None = None,
     ) -> Stemming:
-        """Record the stop words and sample stems, by which an index detects another stemmer.
+        """Record the stop words and the stems of some words, for :meth:`check_stems`.
 
         Args:
-            texts: texts of the index. Their first words are stemmed, until there are 2,000 stems.
+            texts: texts of the index. Words are stemmed until the record has 2,000 stems.
             earlier_stems: word -> stem of an earlier record, to which the words are added.
         """
         stems = dict(earlier_stems or {})
@@ -277,7 +277,7 @@ def _stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], s
         raise ArgumentError("language", f"expected one of {languages}, got {name!r}.") from None
     if language not in _STOPWORD_LANGUAGES:
         return frozenset(), stem
-    # Importing the submodule imports bm25s, which must be imported without JAX.
+    # The import of the submodule would import bm25s, too, but not without JAX.
     _import_bm25s()
     stopwords = require("bm25s.stopwords", "bm25s", "BM25")
     # bm25s abbreviates English only: STOPWORDS_EN, but STOPWORDS_GERMAN.
@@ -413,7 +413,7 @@ class BM25Index(FolderIndex):
             backend="numpy",
         )
         if any(corpus.values()):
-            # The empty token is a word without postings, which bm25s adds to every vocabulary.
+            # bm25s then adds the empty token, a word without postings, to every vocabulary.
             engine.index(list(corpus.values()), create_empty_token=True, show_progress=False)
         else:
             _fill_without_words(engine, len(corpus))
@@ -435,8 +435,8 @@ class BM25Index(FolderIndex):
         """Return an index with documents added, replaced or deleted.
 
         Weights depend on all documents, so the index is built again from the stored words and the
-        words of the new texts. Scores equal those of :meth:`build` with all documents. The texts of
-        the new index have no fingerprint. The new index may have no documents, or no words.
+        words of the new texts. Scores equal those of :meth:`build` with all documents. No digest of
+        the texts is recorded. The new index may have no documents, or no words.
 
         Args:
             documents: id -> text of the new documents, which replace documents with the same ids.
@@ -461,6 +461,7 @@ class BM25Index(FolderIndex):
                 f"expected passages {passages!r} as in the index, got {new_passages!r}.",
             )
         stored_words = self._stored_words()
+        # Documents that are replaced are removed, too.
         removed = ids_to_delete((*stored_words, *documents), delete, documents, passages)
         retained_rows = [
             row for row, document_id in enumerate(self.ids) if document_id not in removed
@@ -488,7 +489,10 @@ class BM25Index(FolderIndex):
         return index
 
     def _stored_words(self) -> dict[str, list[str]]:
-        """Return document id -> words of the document, in the order of the vocabulary."""
+        """Return document id -> words of the document, in the order of the vocabulary.
+
+        A word is repeated as often as it occurs in the document.
+        """
         _, rows, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         word_of_number = {number: word for word, number in self._engine.vocab_dict.items()}
         words: dict[str, list[str]] = {document_id: [] for document_id in self.ids}
@@ -503,7 +507,7 @@ class BM25Index(FolderIndex):
     def content_digest(self) -> str:
         """Return the SHA-256 over the ids and the words of the documents.
 
-        It does not depend on the order of the vocabulary, which differs between processes.
+        The digest does not depend on the order of the vocabulary, which differs between processes.
         """
         stored_words = self._stored_words()
         return texts_digest({name: " ".join(sorted(words)) for name, words in stored_words.items()})
@@ -544,7 +548,7 @@ class BM25Index(FolderIndex):
     def document_vectors(self) -> SparseVectors:
         """Return BM25's weights of the words in the documents, as sparse vectors.
 
-        Their inner products with :meth:`query_vectors` are the scores.
+        The scores of a search are their inner products with :meth:`query_vectors`.
         """
         weights, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         postings = Postings(offsets, documents, weights, len(self.ids))
@@ -616,8 +620,8 @@ def _count_terms(corpus: Mapping[str, list[str]], vocabulary: Mapping[str, int])
     Returns:
         The term frequencies, ordered by word and then by document, as the weights of bm25s are.
     """
-    # Each pair of a word and a document is packed into one integer, whose order is that of the
-    # pairs. An integer that repeats is a word that occurs several times.
+    # Each occurrence is packed into one integer, which sorts by word and then by document. A word
+    # that occurs several times in a document repeats its integer.
     occurrences = [
         vocabulary[word] * len(corpus) + row
         for row, words in enumerate(corpus.values())
@@ -634,7 +638,7 @@ def _fill_without_words(engine: Any, n_documents: int) -> None:
         engine: an empty ``bm25s.BM25``.
         n_documents: number of documents.
     """
-    # The vocabulary needs a word with an offset. No text has the word " ", and "" is the empty
+    # The vocabulary needs a word. No text has the word " ", which has no postings. "" is the empty
     # token of every engine.
     engine.vocab_dict = {" ": 0, "": 1}
     engine.unique_token_ids_set = {0, 1}
@@ -655,9 +659,10 @@ def _check_postings(engine: Any, n_documents: int) -> None:
         n_documents: number of documents of the index.
     """
     weights, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
-    kinds = (weights.dtype.kind, documents.dtype.kind, offsets.dtype.kind)
+    # numpy's kinds of dtypes: "f" is a float and "i" a signed integer.
+    dtype_kinds = (weights.dtype.kind, documents.dtype.kind, offsets.dtype.kind)
     are_flat = weights.ndim == documents.ndim == offsets.ndim == 1
-    if kinds != ("f", "i", "i") or not are_flat or weights.size != documents.size:
+    if dtype_kinds != ("f", "i", "i") or not are_flat or weights.size != documents.size:
         raise DataError(
             "expected float weights, as many integer documents, and integer offsets, got "
             f"{weights.dtype} {weights.shape}, {documents.dtype} {documents.shape} and "
@@ -681,8 +686,9 @@ def _check_vocabulary(engine: Any) -> None:
     numbers = np.array([number for word, number in engine.vocab_dict.items() if word], np.int64)
     if numbers.size != n_words:
         raise DataError(f"vocab_dict: expected {n_words} words, got {numbers.size}.")
-    invalid = first_outside(numbers, n_words)
-    if invalid is not None:
+    invalid_position = first_outside(numbers, n_words)
+    if invalid_position is not None:
         raise DataError(
-            f"vocab_dict: expected numbers of words in [0, {n_words}), got {numbers[invalid]}.",
+            f"vocab_dict: expected numbers of words in [0, {n_words}), got "
+            f"{numbers[invalid_position]}.",
         )

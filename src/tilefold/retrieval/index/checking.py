@@ -132,7 +132,7 @@ class IndexCheck:
 
 
 def check_index(path: str | Path) -> IndexCheck:
-    """Compare all files of a saved index with their checksums, and look for inconsistent parts.
+    """Compare all files of a saved index with their checksums, and find inconsistent parts.
 
     Nothing is changed. If another process changes the index in the meantime, the check begins
     again.
@@ -166,7 +166,10 @@ def check_index(path: str | Path) -> IndexCheck:
 
 
 def _committed_state(folder: Path) -> list[bytes | None]:
-    """Return the content of the two files that an update or a merge replaces; None if missing."""
+    """Return the contents of the two files that an update or a merge replaces.
+
+    The content of a missing file is None.
+    """
     contents: list[bytes | None] = []
     for file in (folder / MANIFEST_NAME, folder / SEGMENTS / LIST_NAME):
         content = None
@@ -177,7 +180,10 @@ def _committed_state(folder: Path) -> list[bytes | None]:
 
 
 def _check_once(folder: Path) -> IndexCheck:
-    """Check an index once, and assume that no other process changes it meanwhile."""
+    """Check an index once, and assume that no other process changes it meanwhile.
+
+    Each step runs only if the steps before have found nothing that would make it fail.
+    """
     check = IndexCheck(str(folder))
     try:
         generation = read_generation(folder)
@@ -192,13 +198,14 @@ def _check_once(folder: Path) -> IndexCheck:
         _check_opens(folder, check)
     if check.is_intact and check.backend not in (_BM25, _QDRANT):
         check.merge = _merge_savings(check.parts)
+    # Files that no manifest lists are orphans only if no process is writing them.
     lock_directory = lock_directory_of(folder)
     check.is_being_written = _is_locked(lock_directory)
     if check.is_being_written:
         return check
     paths = [*_unlisted(folder, part_list.segment_names), *_leftovers(folder.resolve())]
     orphans = [Orphan(str(path), _size(path)) for path in sorted(paths)]
-    # They may belong to an update that has begun in the meantime.
+    # The files may belong to an update that has begun in the meantime.
     check.is_being_written = _is_locked(lock_directory)
     if not check.is_being_written:
         check.orphans = orphans
@@ -228,15 +235,15 @@ def _check_parts(folder: Path, parts: Sequence[ListedPart], check: IndexCheck) -
                 f"{manifest['backend']}.",
             )
         provenances.append(Provenance.from_dict(manifest))
-        n_damaged = len(check.damage)
+        n_damage_before = len(check.damage)
         n_bytes = _check_files(part_folder, manifest, check)
         n_documents = int(manifest["n_documents"])
         check.parts.append(PartCheck(part.name, n_documents, len(part.removed), n_bytes))
         check.n_documents += n_documents - len(part.removed)
-        has_readable_ids = len(check.damage) == n_damaged
-        if has_readable_ids and check.backend not in (_BM25, _QDRANT):
+        are_files_intact = len(check.damage) == n_damage_before
+        if are_files_intact and check.backend not in (_BM25, _QDRANT):
             _check_ids(part_folder, n_documents, part.removed, part_of_document, check)
-    first, *others = provenances or [Provenance()]
+    first, *others = provenances or [Provenance()]  # there are none if no manifest was readable
     if any("model_fingerprint" in first.differing_fields(other) for other in others):
         check.damage.append(f"{folder}: the parts were made by different models.")
 
@@ -244,7 +251,7 @@ def _check_parts(folder: Path, parts: Sequence[ListedPart], check: IndexCheck) -
 def _check_files(folder: Path, manifest: Json, check: IndexCheck) -> int:
     """Compare all files of a part with their checksums, and return their size in bytes.
 
-    A late index may hold an index of its candidates, whose files are compared too.
+    An index of token vectors may hold an index of its centroids, whose files are compared, too.
 
     Args:
         folder: the folder of the part.
@@ -395,7 +402,10 @@ def _unlisted_files(folder: Path, other_names: Collection[str]) -> Iterator[Path
 
 
 def _leftovers(folder: Path) -> Iterator[Path]:
-    """Yield the hidden folders next to an index that a killed process has left."""
+    """Yield the hidden folders next to an index that a killed process has left.
+
+    A living process holds the lock of its hidden folder.
+    """
     prefix = f".{glob.escape(folder.name)}.{_RANDOM_NAME}"
     for suffix in (SCRATCH, _REPLACED):
         for entry in folder.parent.glob(prefix + suffix):
@@ -406,7 +416,7 @@ def _leftovers(folder: Path) -> Iterator[Path]:
 def _is_locked(folder: Path) -> bool:
     """Whether a living process holds the lock file of a temporary folder.
 
-    A lock that may not be opened counts as held.
+    A lock file that cannot be opened counts as held.
     """
     if not (folder / LOCK).is_file():
         return False
@@ -423,7 +433,7 @@ def _size(path: Path) -> int:
     files = [path] if path.is_file() else path.rglob("*")
     n_bytes = 0
     for file in files:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # another process may remove it meanwhile
             if file.is_file():
                 n_bytes += file.stat().st_size
     return n_bytes

@@ -353,7 +353,8 @@ def choose_add_postings() -> AddPostings:
 
     Postings are the documents of a term and its weights in them. scipy's compiled product of a
     sparse matrix and a vector takes a third of numpy's time. The function is private to scipy, so
-    its result is compared with :func:`add_with_numpy` before it is used. The public products of scipy allocate or copy arrays for every term.
+    its result is compared with :func:`add_with_numpy` before it is used. The public products of
+    scipy allocate or copy arrays for every term.
     """
     try:
         sparsetools = import_module("scipy.sparse._sparsetools")

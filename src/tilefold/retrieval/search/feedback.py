@@ -139,7 +139,10 @@ class Feedback:
         return self.depth or _DEFAULT_DEPTHS[self.method]
 
     def best_and_worst(self, ranking: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the best and the worst documents of a ranking, both in its order."""
+        """Return the best and the worst documents of a ranking, both in the order of the ranking.
+
+        A document that is among the best is not among the worst.
+        """
         ranked = list(ranking)
         best = ranked[: self.k]
         if not self.bottom:
@@ -148,7 +151,12 @@ class Feedback:
         return best, ranked[worst_begin:]
 
     def weights(self, n_best: int, n_worst: int) -> tuple[float, float, float]:
-        """Return the weights of the query, of each best document and of each worst document."""
+        """Return the weights of the query, of each best document and of each worst document.
+
+        Args:
+            n_best: number of best documents, over which their weight is divided.
+            n_worst: number of worst documents, over which their weight is divided.
+        """
         if self.method == "average":
             return 1 / (1 + n_best), 1 / (1 + n_best), 0.0
         alpha, beta = EQUAL_LENGTH_WEIGHTS if self.scales else PUBLISHED_WEIGHTS
@@ -192,7 +200,7 @@ class Interpolation:
 
     def __post_init__(self) -> None:
         check_choice("place", self.place, PLACES)
-        # Checks the weight and the normalisation.
+        # A fusion checks its weight and its normalisation.
         Fusion("interpolation", self.weight, self.normalization)
 
     @property
@@ -210,11 +218,11 @@ class Interpolation:
         return Fusion("interpolation", self.weight, self.normalization).mix(run, second, k)
 
     def before_feedback(self, run: Run, second: Run, k: int) -> Run:
-        """Return the run that feedback reads, which is mixed if `place` says so."""
+        """Return the run that feedback reads: `run`, or its mixture with the second run."""
         return self.mix(run, second, k) if self.mixes_before_feedback else run
 
     def after_feedback(self, run: Run, second: Run, k: int) -> Run:
-        """Return the run after feedback, which is mixed if `place` says so."""
+        """Return the run after feedback: `run`, or its mixture with the second run."""
         return self.mix(run, second, k) if self.mixes_after_feedback else run
 
 
@@ -289,7 +297,7 @@ def expand_sparse(
         documents: sparse vectors ``[N, V]``, at least of the documents of
             :func:`feedback_documents`.
         run: query id -> document id -> score, best first. If a query has fewer documents than
-            feedback reads, the mean is over those. A query without documents is not changed.
+            feedback reads, the mean is over all of them. A query without documents is not changed.
         feedback: options of feedback.
 
     Returns:
@@ -311,7 +319,7 @@ def expand_sparse(
     check_vectors("documents", documents)
     _check_run_and_feedback(run, feedback)
     check_same_vocabulary(queries, documents, "queries", "documents")
-    # Without queries, the empty arrays set the dtypes of the result.
+    # The empty arrays set the dtypes of the result if there are no queries.
     term_rows = [np.zeros(0, np.int32)]
     weight_rows = [np.zeros(0, np.float32)]
     lengths: list[int] = []
@@ -387,8 +395,10 @@ def expand_dense(
         query = queries[query_row].to(torch.float64)
         vectors = documents[[*best, *worst]].to(torch.float64)
         if feedback.scales:
+            # Each document's vector is scaled to the query's length. A vector of zeros has no
+            # finite scale, and stays as it is.
             scales = query.norm() / vectors.norm(dim=1, keepdim=True)
-            vectors *= scales.nan_to_num(0.0, posinf=0.0)  # a vector of zeros stays as it is
+            vectors *= scales.nan_to_num(0.0, posinf=0.0)
         total = (
             query_weight * query
             + best_weight * vectors[: len(best)].sum(0)
@@ -447,7 +457,7 @@ def _expanded_row(
     documents: SparseVectors,
     feedback: Feedback,
 ) -> Row:
-    """Compute one sparse query after feedback.
+    """Compute one sparse query after feedback, which adds weighted documents to it.
 
     The new query is ``query_weight * query + best_weight * sum(best) + worst_weight *
     sum(worst)``. If ``feedback.scales``, the vector of each document is first scaled to the
@@ -477,7 +487,7 @@ def _expanded_row(
                 factors[position] = factors[position] * query_norm / document_norm
     summands = [query, *document_rows]
     factors = [query_weight, *factors]
-    # Add up the products of the same term.
+    # The products of the same term in all vectors are added up.
     terms, term_positions = np.unique(
         np.concatenate([terms for terms, _ in summands]),
         return_inverse=True,

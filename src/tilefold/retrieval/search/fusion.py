@@ -89,19 +89,20 @@ def interpolate_by_each(
     normalization: Normalization = "min_max",
     k: int = 1000,
 ) -> Iterator[Run]:
-    """Fuse the same runs with several weights: :func:`interpolate`, with one normalisation for all.
+    """Fuse the same runs by weighted sums with several weights; scores are normalised only once.
 
     Args:
         runs: at least one run.
         all_weights: for each fusion, one finite number per run.
-        normalization: as for :func:`interpolate`.
-        k: as for :func:`interpolate`.
+        normalization: ``"min_max"``, ``"z_score"`` or ``"none"``.
+        k: number of documents per query that are kept.
 
     Yields:
         The fused run of each of `all_weights`.
 
     Raises:
-        ValueError: as :func:`interpolate`.
+        ValueError: if there is no run, if the normalisation is unknown, or if a score, weight or
+            sum is not finite.
     """
     runs = list_of("runs", runs)
     _check_runs(runs, weights=None, k=k)
@@ -233,6 +234,7 @@ class Fusion:
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
         """Fuse two runs, and keep the `k` best documents of each query of `run`."""
+        # Queries of `second` that `run` lacks are left out.
         runs = [run, {query: second[query] for query in run if query in second}]
         if self.method == "interpolation":
             return interpolate(runs, [1 - self.weight, self.weight], self.normalization, k=k)
@@ -341,8 +343,9 @@ def _min_max(scores: _Scores) -> _NormalizedScores:
     if high == low:
         return _NormalizedScores(dict.fromkeys(scores, 1.0), missing_score=0.0)
     # Scaling by a power of two is exact. It brings the largest score to about 1, so that
-    # `high - low` neither overflows nor underflows.
-    exponent = -math.frexp(max(abs(low), abs(high)))[1]
+    # `high - low` neither overflows nor underflows. frexp returns a mantissa and an exponent.
+    _, largest_exponent = math.frexp(max(abs(low), abs(high)))
+    exponent = -largest_exponent
     low = math.ldexp(low, exponent)
     high = math.ldexp(high, exponent)
     normalized = {
@@ -357,8 +360,8 @@ def _z_score(scores: _Scores) -> _NormalizedScores:
 
     If all scores are equal, they become 0. A missing document gets the lowest score.
     """
-    # Equal scores are a special case because their computed deviation may differ from 0, as their
-    # mean is rounded.
+    # Equal scores are a special case: their mean is rounded, so that their computed deviation may
+    # differ from 0.
     if min(scores.values()) == max(scores.values()):
         return _NormalizedScores(dict.fromkeys(scores, 0.0), missing_score=0.0)
     # Mapping the scores to [0, 1] first does not change their z-scores, and avoids an overflow of
@@ -371,13 +374,13 @@ def _z_score(scores: _Scores) -> _NormalizedScores:
     return _NormalizedScores(normalized, missing_score=min(normalized.values()))
 
 
-def _unchanged(scores: _Scores) -> _NormalizedScores:
-    """Keep the scores of a query. A missing document gets the lowest score."""
+def _without_normalization(scores: _Scores) -> _NormalizedScores:
+    """Leave the scores of a query as they are. A missing document gets the lowest score."""
     return _NormalizedScores(dict(scores), missing_score=min(scores.values()))
 
 
 _NORMALIZERS: dict[str, Callable[[_Scores], _NormalizedScores]] = {
     "min_max": _min_max,
     "z_score": _z_score,
-    "none": _unchanged,
+    "none": _without_normalization,
 }

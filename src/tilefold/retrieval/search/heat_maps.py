@@ -81,7 +81,7 @@ class PatchGrid:
         )
 
     def heat(self, similarities: Tensor) -> Tensor:
-        """Spread similarities of page tokens over the cells of the image.
+        """Spread similarities of page tokens over the cells of the image that they cover.
 
         Args:
             similarities: similarity of each of Q query tokens with each page token, ``[Q, n]``.
@@ -101,7 +101,7 @@ class PatchGrid:
             -math.inf,
         )
         for token, (first_row, first_column, end_row, end_column) in enumerate(self.cells.tolist()):
-            if first_row >= 0:
+            if first_row >= 0:  # a token that is not a patch covers no cells
                 region = heat[:, first_row:end_row, first_column:end_column]
                 torch.maximum(region, similarities[:, token, None, None], out=region)
         return heat
@@ -138,6 +138,7 @@ def patch_grid(
             f"{grid.n_columns} cells, got {n_patches} patch tokens from "
             f"{type(encoder.processor).__name__}.",
         )
+    # Tokens that are no patches have four times -1. Only scored tokens have vectors.
     cells = torch.full((len(tokens.input_ids), 4), -1, dtype=torch.int64)
     cells[is_patch] = grid.patch_cells
     return PatchGrid(grid.n_rows, grid.n_columns, cells[tokens.positions])
@@ -233,9 +234,9 @@ def _tiles_of_image(model: Any, image: Image) -> tuple[int, int]:
 
 
 def _grid_of_tiles(n_tile_rows: int, n_tile_columns: int, n_patches_of_tile: int) -> _Grid:
-    """Return the cells of an image that is divided into tiles of the same number of patches.
+    """Return the cells of an image that is divided into tiles, which all have as many patches.
 
-    The patches come tile by tile. The last tile is the complete image at a lower resolution.
+    The patches are listed tile by tile. The last tile is the complete image at a lower resolution.
 
     Args:
         n_tile_rows: number of rows of tiles; 0 if the image is not divided.
@@ -249,6 +250,7 @@ def _grid_of_tiles(n_tile_rows: int, n_tile_columns: int, n_patches_of_tile: int
     cells = []
     for tile_row in range(n_tile_rows):
         for tile_column in range(n_tile_columns):
+            # Each tile repeats the cells of the first tile, shifted by its place in the image.
             shift = torch.tensor([tile_row, tile_column, tile_row, tile_column]) * side
             cells.append(tile_cells + shift)
     # A patch of the complete image covers as many cells as there are tiles in each direction.
@@ -258,7 +260,10 @@ def _grid_of_tiles(n_tile_rows: int, n_tile_columns: int, n_patches_of_tile: int
 
 
 def _row_major_cells(n_rows: int, n_columns: int) -> Tensor:
-    """Return one cell per patch, row by row, ``[n_rows * n_columns, 4]``."""
+    """Return the bounds of one cell per patch, row by row, ``[n_rows * n_columns, 4]``.
+
+    The bounds are first row, first column, row after the last and column after the last.
+    """
     rows = torch.arange(n_rows).repeat_interleave(n_columns)
     columns = torch.arange(n_columns).repeat(n_rows)
     return torch.stack([rows, columns, rows + 1, columns + 1], dim=1)

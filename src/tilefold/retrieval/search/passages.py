@@ -80,8 +80,8 @@ def search_documents(
     """Return the `k` best documents of each query, searched through their passages.
 
     The number of passages grows until they belong to `k` documents, or there are no more passages.
-    Passages that were not retrieved score no higher than those that were, so the ranking is the
-    same as over all passages.
+    Passages that were not retrieved score no higher than retrieved ones, so the ranking is the same
+    as over all passages.
 
     Args:
         search_passages: a function that maps a number n to the n best passages of each query, best
@@ -96,11 +96,12 @@ def search_documents(
     while True:
         passages = search_passages(n_passages)
         documents, best = _best_passages(passages)
-        complete = all(
+        # A search that returns fewer passages than requested has no more of them.
+        is_complete = all(
             len(documents[query]) >= k or len(scores) < n_passages
             for query, scores in passages.items()
         )
-        if complete:
+        if is_complete:
             break
         n_passages *= GROWTH
     run = {query: dict(list(scores.items())[:k]) for query, scores in documents.items()}
@@ -115,9 +116,9 @@ def as_passages(
 
     Args:
         run: query id -> document id -> score.
-        best_passages_of_stages: the best passages of each stage of the ranking, query id ->
-            document id -> passage id. The first stage that has the document decides. A document
-            that no stage has keeps its id.
+        best_passages_of_stages: the best passages of each searched index, query id -> document id
+            -> passage id. The first index that has a passage of the document decides. A document
+            without a passage in any of them keeps its id.
 
     Returns:
         Query id -> passage id -> score.

@@ -70,8 +70,8 @@ def rerank(
         documents: token vectors of all candidates, in memory or opened by ``open_tokens``.
         depth: number of candidates per query to score, those with the highest scores in `run`;
             None scores all.
-        tail: treatment of the candidates that are not scored, because they are below `depth` or
-            because they have no token vector (their text is empty or could not be encoded).
+        tail: treatment of the tail: the candidates that are not scored, because they are below
+            `depth` or have no token vector (their text is empty or could not be encoded).
             ``"keep"`` ranks them last, in the order of `run`; ``"drop"`` leaves them out.
         reduction: ``"sum"``, or ``"mean"`` to divide by the number of query tokens, as models with
             ``"meanmaxsim"`` do.
@@ -171,9 +171,9 @@ def _score_candidates(
         candidates: query id -> ids of the documents to score.
         queries: token vectors of the queries.
         documents: token vectors of the candidates.
-        reduction: see :func:`rerank`.
-        device: see :func:`rerank`.
-        impl: see :func:`rerank`.
+        reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
+        device: the device that computes; None uses a GPU if there is one.
+        impl: the implementation, as in :func:`tilefold.ops.maxsim`.
 
     Returns:
         Query id -> document id -> score, without documents that have no token vectors.
@@ -204,8 +204,9 @@ class Reranking:
     """Options of reranking candidates.
 
     Attributes:
-        depth: number of candidates per query to score, as in :func:`rerank`.
-        tail: treatment of the candidates that are not scored, as in :func:`rerank`.
+        depth: number of candidates per query to score; None scores all.
+        tail: treatment of the candidates that are not scored. ``"keep"`` ranks them last;
+            ``"drop"`` leaves them out.
         weight: weight of MaxSim in an interpolation with the scores before reranking, both
             normalised to [0, 1] per query. Candidates below `depth` keep their share of the score
             before reranking. None orders by MaxSim only.
@@ -343,7 +344,7 @@ class Reranker:
             candidate_texts = self.texts_to_encode(run, reranking.depth, by, passages)
             documents = encode_texts(self.model, candidate_texts, kind="document")
         weight = reranking.weight
-        # An interpolation keeps all candidates, with their scores before reranking.
+        # An interpolation keeps all candidates anyway, with their scores before reranking.
         tail: Tail = reranking.tail if weight is None else "drop"
         passage_ids = self._passages_to_score(run, reranking.depth, by, passages)
         late_passages: BestPassages = {}
@@ -357,6 +358,7 @@ class Reranker:
                 reduction=self._reduction,
             )
         else:
+            # Scores before reranking only choose candidates, which `depth` has already limited.
             passage_run = rerank(
                 {query: dict.fromkeys(ids, 0.0) for query, ids in passage_ids.items()},
                 query_vectors,
@@ -437,6 +439,7 @@ class Reranker:
         return texts
 
     def _document(self, document_id: str) -> Document:
+        """Return a document by its id, or raise ``MissingDocumentError``."""
         document = self.documents.get(document_id)
         if document is None:
             raise MissingDocumentError("documents", document_id)
@@ -449,7 +452,7 @@ class Reranker:
         by: str,
         passages: BestPassages | None,
     ) -> dict[str, list[str]] | None:
-        """Return the passages that are scored in place of the candidates of each query.
+        """Return the passages that are scored in place of the documents of a run.
 
         Args:
             run: query id -> id of a candidate -> score before reranking.
@@ -483,7 +486,7 @@ class Reranker:
             candidates: query id -> document ids.
 
         Returns:
-            Query id -> ids of passages. A document without passages keeps its id.
+            Query id -> ids of passages. A document without passages is listed by its own id.
         """
         passage_ids: dict[str, list[str]] = {}
         for query, document_ids in candidates.items():
@@ -631,7 +634,7 @@ def _maxsim_scores(
         documents = documents.take(rows.tolist())
         pairs = torch.stack([pairs[:, 0], positions], dim=1)
     packed = documents.packed()
-    # Queries have the dtype of the documents. Quantized documents are compared with fp32 queries.
+    # Queries are converted to the dtype of the documents, or to fp32 for int8 documents.
     dtype = torch.float32 if isinstance(packed, QuantizedTokens) else packed.dtype
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         scores = maxsim(
@@ -654,7 +657,7 @@ def _maxsim_scores(
 def _with_tail(document_ids: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
     """Rank documents by their scores, and keep or drop the documents without a score (the tail).
 
-    Documents of the tail get scores below the lowest one, in the order of `document_ids`.
+    Documents of the tail get scores below the lowest score, in the order of `document_ids`.
 
     Args:
         document_ids: all candidates of a query. Equal scores are ranked in this order.
@@ -671,7 +674,7 @@ def _with_tail(document_ids: list[str], scores: dict[str, float], tail: Tail) ->
     }
     if tail == "drop":
         return ranked
-    values = list(ranked.values()) or [0.0]
+    values = list(ranked.values()) or [0.0]  # no document may have a score
     highest = values[0]
     lowest = values[-1]
     # The step is relative to the largest score, so that rounding does not make neighbours equal.

@@ -61,6 +61,7 @@ class _IndexRetriever:
         return provenance
 
     def _encoder(self) -> Model:
+        """Return the model that encodes queries, or raise ``ArgumentError`` if there is none."""
         if self.model is None:
             raise ArgumentError(
                 "model",
@@ -92,10 +93,11 @@ class _IndexRetriever:
         if where is not None:
             search_options["where"] = where
         hits = self.index.search(vectors, k, **search_options)
-        ids = getattr(vectors, "ids", query_ids)
+        # Sparse and token vectors have the ids of the queries, and a tensor has none.
+        ids_in_order = getattr(vectors, "ids", query_ids)
         return {
             query_id: {hit.id: hit.score for hit in query_hits}
-            for query_id, query_hits in zip(ids, hits, strict=True)
+            for query_id, query_hits in zip(ids_in_order, hits, strict=True)
         }
 
 
@@ -123,7 +125,7 @@ class SparseRetriever(_IndexRetriever):
         """
         if self.vectors is None:
             return
-        subject = "this"
+        subject = "this"  # how the error names vectors in memory
         if isinstance(self.vectors, Path):
             subject = str(self.vectors)
             provenance = read_manifest(self.vectors).provenance
@@ -290,7 +292,8 @@ class DenseRetriever(_IndexRetriever):
         """
         document_ids = feedback_documents(run, feedback)
         if self.index.similarity == "cosine":
-            # The vectors of the index are normalized, too. A zero query stays zero.
+            # The vectors of the index have unit length, and so must the queries that are added to
+            # them. The clamp keeps a query of zeros.
             lengths = queries.norm(dim=1, keepdim=True).clamp_min(_SHORTEST_VECTOR)
             queries = queries / lengths
         return expand_dense(
@@ -328,8 +331,8 @@ class LateRetriever(_IndexRetriever):
     ) -> Run:
         """Search with the reduction over query tokens that the model was trained with.
 
-        This is the mean for a model with "meanmaxsim", otherwise the sum. The arguments and the
-        result are those of the other retrievers' ``search``.
+        A model with the similarity "meanmaxsim" takes the mean over the tokens of a query, and any
+        other model the sum. The arguments and the result are those of the other retrievers.
         """
         uses_mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
         return super().search(

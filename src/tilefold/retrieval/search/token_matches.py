@@ -93,11 +93,11 @@ class Explanation:
     grid: PatchGrid | None = None
 
     def heat(self, query_position: int | None = None) -> Tensor:
-        """Return the heat of the cells of a page image.
+        """Return the heat of the cells of a page image: how similar page tokens on a cell are.
 
         Args:
-            query_position: the token of the query; None sums over the tokens that spell its words,
-                or over all tokens if none does.
+            query_position: position of the query token; None sums over the tokens that spell words
+                of the query, or over all tokens if none does.
 
         Returns:
             The heat, ``[n_rows, n_columns]``. Cells that no token covers are -inf.
@@ -116,7 +116,8 @@ class Explanation:
 
         Args:
             image: the page, as it was encoded.
-            query_position: the token of the query; None draws all tokens that spell its words.
+            query_position: position of the query token; None draws all tokens that spell words of
+                the query.
 
         Returns:
             A new RGB image of the same size.
@@ -171,7 +172,7 @@ class ExplainedQuery:
             grid = patch_grid(self._model, item, tokens)
         similarities = self._vectors @ document_vectors.T
         best_similarities, best_positions = similarities.max(dim=1)
-        matches = self._matches(
+        matches = self._create_matches(
             tokens.names,
             best_positions.tolist(),
             best_similarities.tolist(),
@@ -179,14 +180,14 @@ class ExplainedQuery:
         )
         return Explanation(matches, similarities, grid)
 
-    def _matches(
+    def _create_matches(
         self,
         document_tokens: Sequence[str],
         best_positions: Sequence[int],
         best_similarities: Sequence[float],
         grid: PatchGrid | None,
     ) -> list[TokenMatch]:
-        """Return one match per query token.
+        """Create one match per query token, with the part of the page image that it covers.
 
         Args:
             document_tokens: tokens of the document.
