@@ -214,14 +214,15 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class _StageRun:
-    """Result of searching one index.
+    """Result of searching one index, which is a stage of a ranking.
 
     Attributes:
-        stage: the name of the stage.
+        stage: the name of the stage, such as "sparse" or "second".
         run: query id -> id of a document or passage -> score, best first.
         best_passages: query id -> document id -> the passage that the document was ranked by; None
             if no passages were searched.
-        ignored_identical_ids: the queries whose document of the same id was left out.
+        ignored_identical_ids: ids of queries for which a document with the query's own id was left
+            out.
     """
 
     stage: str
@@ -244,7 +245,8 @@ class Ranking:
         candidates: the run before reranking; None if it was not reranked.
         by: what the ids of the run name, ``"document"`` or ``"passage"``.
         passages: name of a stage -> query id -> document id -> the document's best passage.
-        ignored_identical_ids: the queries whose document of the same id was left out.
+        ignored_identical_ids: ids of queries for which a document with the query's own id was left
+            out.
     """
 
     run: Run
@@ -288,7 +290,7 @@ class Ranking:
 
 
 def _add_details(ranking: Ranking, stage_run: _StageRun) -> None:
-    """Add the best passages and the ignored queries of one search to a ranking.
+    """Add the best passages of one search to a ranking, and the queries that ignored a document.
 
     Args:
         ranking: the ranking.
@@ -488,7 +490,7 @@ class Searcher:
             and ``first`` (rank and score before reranking) if the result has them, best first.
         """
         scores = dict(list(ranking.run.get(_QUERY, {}).items())[:k])
-        index_scores = ranking.stages[self.stage][_QUERY]
+        index_scores = ranking.stages[self.stage][_QUERY]  # before fusion and reranking
         terms = self._explain_by_terms(
             ranking,
             {result: index_scores[result] for result in scores if result in index_scores},
@@ -688,8 +690,9 @@ class Searcher:
         stage = _LATE_STAGE if with_reranker else self.stage
         passage_of = ranking.passages.get(stage, {}).get(_QUERY, {})
         scored = ranking.stages[stage].get(_QUERY, {})
-        # Records are those of the first results of the run.
+        # The records describe the first results of the run, in the same order.
         results = list(ranking.run.get(_QUERY, {}))[: len(records)]
+        # Id of a result -> id of the document or passage whose token vectors were scored.
         vector_ids: dict[str, str] = {}
         for record, result_id in zip(records, results, strict=True):
             if result_id in scored and record["id"] in self.documents:
@@ -724,10 +727,10 @@ class Searcher:
             second = self._search_second_index(queries, request.retrieval_depth, request)
             _add_details(ranking, second)
             second_run = second.run
-        # Each class of retrievers takes query vectors of its own type.
+        # Any, because each class of retrievers takes query vectors of another type.
         retriever: Any = self.retriever
         if request.feedback is not None and isinstance(retriever, WordsRetriever):
-            retriever = retriever.as_vectors
+            retriever = retriever.as_vectors  # feedback changes query vectors, not texts
         ranking.vectors = retriever.encode(queries) if vectors is None else vectors
         ranking.vectors_before_feedback = ranking.vectors
         query_ids = list(queries)
@@ -787,8 +790,8 @@ class Searcher:
             run = self._search_index(ranking, retriever, query_ids, depth, request)
         interpolated_run = interpolation.after_feedback(run, second_run, depth)
         ranking.run = _truncated(interpolated_run, request.candidates)
-        # A result of the interpolated run may have a low rank in this index, so that its score is
-        # reported from the whole run.
+        # A result of the interpolated run may have a low rank in this index. The whole run is
+        # stored, so that the result's score in this index can be reported.
         ranking.stages[self.stage] = run
 
     def _search_index(
@@ -988,7 +991,7 @@ class Searcher:
     def _retrieved_passages(self, ranking: Ranking) -> BestPassages | None:
         """Return the passages by which a ranking retrieved its results.
 
-        They are None for an index of whole documents.
+        The result is None for an index of whole documents.
         """
         return ranking.best_passages if self.passages else None
 
@@ -1004,8 +1007,8 @@ class Searcher:
     def _check_passages_of_second_index(self, request: SearchRequest) -> None:
         """Raise ``ArgumentError`` if the second index lacks passages of the index that it needs.
 
-        It needs them if passages are ranked, or if feedback reads a run that the run of the second
-        index is mixed into.
+        The second index needs the same passages if passages are ranked, or if feedback reads a run
+        into which the run of the second index is mixed.
         """
         interpolation = request.interpolation
         is_second_used = interpolation is not None or request.fusion is not None
@@ -1225,7 +1228,7 @@ def _create_retriever(
     query_top_k: int | None,
     options: Mapping[str, object],
 ) -> SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever:
-    """Create the retriever for the kind of an index; see :class:`Searcher`.
+    """Create the retriever for an index, which searches it with encoded queries.
 
     Args:
         index: the index.

@@ -188,32 +188,32 @@ def export_opensearch(
     remedy = _NUMBERS_REMEDY if dots == "keep" else _DOTS_REMEDY
     term_names = _name_terms(documents, tokens, name_problem, remedy)
 
-    def actions() -> Iterator[bytes]:
+    def bulk_lines() -> Iterator[bytes]:
         """Yield the two lines of each document in a bulk file: the action and the fields."""
         for document_id, fields, weights in documents.iter_documents(term_names, texts):
             action = {"index": {"_id": document_id}}
             yield _json_line(action) + _json_line({**fields, field: weights})
 
     with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
-        index_body = _index_body(
+        index_body = _create_index_body(
             documents,
             field,
             field_type,
-            origin=_origin(documents, tokens),
+            origin=_describe_origin(documents, tokens),
             has_texts=texts is not None,
         )
         write_json(folder / MAPPING, index_body)
         return _write_record(
             folder,
             documents,
-            [MAPPING, *_write_parts(folder, actions(), part_bytes)],
+            [MAPPING, *_write_parts(folder, bulk_lines(), part_bytes)],
             tokens,
             {"field": field, "field_type": field_type, "dots": dots},
         )
 
 
 def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | None) -> None:
-    """Raise an error if a field of type ``sparse_vector`` cannot hold the terms.
+    """Raise an error if a field of the type ``sparse_vector`` cannot store the vectors' terms.
 
     Args:
         documents: documents whose vectors are exported.
@@ -254,20 +254,20 @@ def export_vespa(
     documents are ``id:NAMESPACE:DOCUMENT::ID``.
 
     Args:
-        vectors: see :func:`export_opensearch`.
-        output: see :func:`export_opensearch`.
-        tokens: see :func:`export_opensearch`.
-        texts: see :func:`export_opensearch`.
+        vectors: vectors of documents, in memory or as a folder that ``encode`` wrote.
+        output: a new or empty folder.
+        tokens: token of each term; None names terms by their numbers.
+        texts: id -> text, for a field ``text``.
         document: name of the schema and its document type.
         namespace: namespace of the ids.
         field: name of the field of the vectors, and of the rank profile.
-        overwrite: see :func:`export_opensearch`.
+        overwrite: replace an earlier export in `output` once all files are written.
 
     Raises:
-        DataError: as in :func:`export_opensearch`, and if a name, id or text has a control
-            character.
-        VocabularyMismatchError: as in :func:`export_opensearch`.
-        FileExistsError: as in :func:`export_opensearch`.
+        DataError: if two terms share a name; a name, id or text has a control character; or the
+            vectors are incomplete.
+        VocabularyMismatchError: if the number of tokens is not the number of terms.
+        FileExistsError: if `output` has an earlier export and `overwrite` is False.
 
     Examples:
         >>> from pathlib import Path
@@ -396,8 +396,8 @@ def _survey(
     Args:
         vectors: vectors of documents, in memory or as a folder.
         engine: ``"OpenSearch"`` or ``"Vespa"``.
-        id_problem: returns the problem that the engine has with an id, or None.
-        texts: id -> text. Only its type is checked.
+        id_problem: function from an id to what the engine refuses in it; None if nothing.
+        texts: id -> text. Only the type of the mapping is checked.
 
     Returns:
         The documents, with the terms in use, the range of the weights and the counts.
@@ -536,7 +536,8 @@ def _name_terms(
     Args:
         documents: documents whose terms are named. Names of terms in use are checked.
         tokens: token of each term; None to name terms by their numbers.
-        name_problem: returns the problem of a name, such as "holds a dot", or None.
+        name_problem: function from a name to what the engine refuses in it, such as "holds a dot";
+            None if nothing.
         remedy: last sentence of an error, without the full stop.
 
     Returns:
@@ -556,7 +557,7 @@ def _name_terms(
             f"{len(tokens)}. Pass the vocabulary of the model.",
         )
     names = fill_missing_names(tokens)
-    refused: dict[str, list[str]] = {}  # problem -> descriptions of terms
+    refused: dict[str, list[str]] = {}  # problem -> descriptions of the terms that have it
     for term in np.flatnonzero(documents.is_used).tolist():
         name = names[term]
         if not name:
@@ -649,7 +650,7 @@ def _check_form(
     raise ArgumentError(option, f"expected {form}{reserved_names}, got {value!r}.")
 
 
-def _index_body(
+def _create_index_body(
     documents: _Documents,
     field: str,
     field_type: str,
@@ -657,7 +658,7 @@ def _index_body(
     origin: Json,
     has_texts: bool,
 ) -> Json:
-    """Return the mappings and the settings of an OpenSearch index.
+    """Create the mappings and the settings of an OpenSearch index, the body of ``PUT /INDEX``.
 
     Args:
         documents: documents of the index.
@@ -689,28 +690,28 @@ def _json_line(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> list[str]:
+def _write_parts(folder: Path, documents: Iterator[bytes], part_bytes: int) -> list[str]:
     """Write documents into several bulk files of a limited size.
 
     Args:
         folder: folder of the export.
-        actions: the lines of each document.
+        documents: the lines of each document.
         part_bytes: maximum number of bytes of a file. A file with a single document may be longer.
 
     Returns:
         Names of the files.
     """
     names: list[str] = []
-    action = next(actions, None)
-    while action is not None:
+    lines = next(documents, None)
+    while lines is not None:
         name = f"bulk-{len(names):05d}.ndjson"
         names.append(name)
         with (folder / name).open("wb") as stream:
             size = 0
-            # The first document is written even if it is too long.
-            while action is not None and (not size or size + len(action) <= part_bytes):
-                size += stream.write(action)
-                action = next(actions, None)
+            # The first document of a file is written even if it is too long.
+            while lines is not None and (not size or size + len(lines) <= part_bytes):
+                size += stream.write(lines)
+                lines = next(documents, None)
     return names
 
 
@@ -721,13 +722,14 @@ def _export_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[P
         output: path of a new or empty folder or, with `overwrite`, of an earlier export.
         overwrite: replace an earlier export.
     """
+    # The record of an earlier export lists its files, which may be replaced.
     record = read_json(output / RECORD) or {}
     files = record.get("files")
     earlier_files = files if isinstance(files, dict) else ()
     return atomic_directory(output, own_names=[RECORD, *earlier_files], overwrite=overwrite)
 
 
-def _origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:
+def _describe_origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:
     """Describe the exported vectors: versions, counts, fingerprints, and how terms are named.
 
     Args:
@@ -772,7 +774,7 @@ def _write_record(
     )
     record = {
         **asdict(exported),
-        **_origin(documents, tokens),
+        **_describe_origin(documents, tokens),
         "settings": settings,
         "files": {name: sha256_file(folder / name) for name in file_names},
     }

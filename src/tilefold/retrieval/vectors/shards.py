@@ -82,13 +82,13 @@ class Manifest:
         """Read the manifest of a folder.
 
         Raises:
-            FileNotFoundError: if there is none.
-            DataError: if it is damaged, inconsistent or for another kind of vectors.
+            FileNotFoundError: if the folder has no manifest.
+            DataError: if the manifest is damaged, inconsistent or for another kind of vectors.
         """
         check_folder(folder, MANIFEST_NAME, _EXPECTED)
         values = read_json_object(folder / MANIFEST_NAME, REMEDY)
         cls._check_layout(folder, values)
-        # The annotations in capital letters are constants of the class.
+        # Annotated names in capital letters are constants of the class, and no fields.
         types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
         try:
             manifest = cls(**{name: value for name, value in values.items() if name in types})
@@ -152,10 +152,7 @@ class Manifest:
 
     @property
     def precision(self) -> str | None:
-        """Number types in which the model computed the shards, such as "bf16".
-
-        It is None if they are unknown.
-        """
+        """Number types in which the model computed the shards, such as "bf16"; None if unknown."""
         entries = [*self.shards, self.partial]
         return joined_precisions(entry.get("precision") for entry in entries)
 
@@ -253,7 +250,7 @@ class PartialShard(Generic[V]):
 class Receipt:
     """Proof that a shard was written completely, before the manifest lists the shard.
 
-    A receipt is a file. It is written by a process that does not hold the lock of the folder.
+    A receipt is a file. A process that may not write the manifest writes it, after the shard.
 
     Attributes:
         key: :attr:`ShardWriter.key` of the folder that the shard belongs to.
@@ -315,8 +312,8 @@ def check_not_all_failed(
 ) -> None:
     """Raise ``DataError`` if all texts of a shard failed, because then the model is at fault.
 
-    All texts of a shard with fewer than ``MIN_ALL_FAILED`` texts may fail by chance. The manifest
-    lists failed texts.
+    In a shard of fewer than ``MIN_ALL_FAILED`` texts, all may fail by chance. This is no error, and
+    the manifest lists them.
 
     Args:
         number: number of the shard.
@@ -338,10 +335,11 @@ def check_not_all_failed(
 def _check_replaceable(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
     """Raise ``FileExistsError`` if the vectors in a folder may not be replaced without asking.
 
+    Only vectors of an interrupted run with the same settings may be replaced.
+
     Args:
         folder: the folder.
-        earlier: manifest of the vectors in the folder. Those of an interrupted run with the same
-            settings may be replaced.
+        earlier: manifest of the vectors in the folder.
         manifest: manifest of this run.
     """
     if not earlier.complete and earlier.identity == manifest.identity:
@@ -414,7 +412,8 @@ class ShardWriter(ABC, Generic[M, V]):
         self.path = path_of("path", path)
         self.manifest = manifest
         self._manifest_type = type(manifest)
-        self._received: dict[int, Receipt] = {}  # shards that wait for earlier ones
+        # Shards of other processes, which wait until the manifest lists all earlier shards.
+        self._received: dict[int, Receipt] = {}
         if writes_manifest:
             self._lock_and_open(resume=resume, overwrite=overwrite)
 
@@ -452,7 +451,7 @@ class ShardWriter(ABC, Generic[M, V]):
         """
         earlier = self._read_earlier(may_replace=overwrite and not resume)
         if earlier is None or not self._has_work(earlier):
-            self._start_new()  # whatever the settings were, nothing is lost
+            self._start_new()  # nothing is lost, even if the settings differ
         elif resume:
             self._resume(earlier)
         else:
@@ -461,7 +460,7 @@ class ShardWriter(ABC, Generic[M, V]):
             self._start_new()
 
     def _has_work(self, earlier: M) -> bool:
-        """Whether an earlier run has left shards, a part of a shard, or receipts."""
+        """Whether an earlier run has left shards, a part of a shard, or receipts of shards."""
         has_receipts = any(self.path.glob(RECEIPTS))
         return bool(earlier.shards or earlier.partial) or has_receipts
 
@@ -510,8 +509,8 @@ class ShardWriter(ABC, Generic[M, V]):
     def _check_precision(self, earlier: M) -> None:
         """Raise ``DataError`` if the folder was computed in another precision.
 
-        This includes shards that have a receipt, but are not yet in the manifest. A finished folder
-        is only checked if the precision was requested.
+        Shards that have a receipt, but are not yet in the manifest, are compared, too. A finished
+        folder is only checked if the user requests a precision.
 
         Args:
             earlier: manifest of the earlier run, which has the same settings.
@@ -604,9 +603,10 @@ class ShardWriter(ABC, Generic[M, V]):
             return all(path.suffix == f".{self.suffix}" for path in shards)
 
     def reuse_shard(self, number: int) -> bool:
-        """Use a shard that an earlier run or another process has written, if it is intact.
+        """Check whether a shard of an earlier run or of another process can be used as it is.
 
-        A received shard whose file has changed is forgotten, so that it can be written again.
+        If the file of a received shard has changed, its receipt is dropped, so that the shard can
+        be written again.
 
         Args:
             number: number of the shard.
@@ -639,7 +639,8 @@ class ShardWriter(ABC, Generic[M, V]):
         """Add shards that other processes have written to the manifest, up to the first gap.
 
         Other processes write a shard with a receipt (:meth:`write_shard_with_receipt`). The
-        manifest lists shards in order, so a shard waits in memory until all earlier ones are there.
+        manifest lists shards in order, so a shard waits in memory until all earlier ones are
+        listed.
 
         Args:
             numbers: shards whose receipts are read; all receipts in the folder by default.
@@ -663,7 +664,7 @@ class ShardWriter(ABC, Generic[M, V]):
         return set(receipts)
 
     def _register_waiting(self) -> None:
-        """Add received shards to the manifest, as long as the next one was received."""
+        """Add received shards to the manifest, until the next shard was not received yet."""
         number = len(self.manifest.shards)
         while number in self._received:
             receipt = self._received[number]
@@ -867,7 +868,7 @@ class ShardWriter(ABC, Generic[M, V]):
         Raises:
             DataError: if a text has neither a row nor a reason why it failed.
         """
-        # A worker that was believed to be lost may have written a shard a second time. Its receipt
+        # A worker that was believed to be lost may have replaced the file of a shard. Its receipt
         # has the checksum of the new file.
         self.register_received()
         n_rows = self.manifest.n_documents
@@ -925,7 +926,7 @@ def differences(left: Json, right: Json, left_name: str, right_name: str) -> str
     Returns:
         The description, which is empty if there are no differences.
     """
-    # Digests tell a reader nothing, so they are described in words.
+    # Digests mean nothing to a reader, so their fields are described in words.
     digest_descriptions = {
         "texts_sha256": "other texts",
         "model_fingerprint": "another model, or other weights",
@@ -953,7 +954,7 @@ def _has_members(value: object, types: Mapping[str, type | UnionType]) -> bool:
 
 
 def _is_truncation(value: Json) -> bool:
-    """Whether an entry counts truncated texts, or is empty because they were not counted."""
+    """Whether a value is a count of truncated texts, or empty because they were not counted."""
     return value == {} or (
         _has_members(value, _TRUNCATION_TYPES) and value.keys() == _TRUNCATION_TYPES.keys()
     )

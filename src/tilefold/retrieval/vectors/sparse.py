@@ -141,9 +141,10 @@ class SparseVectors:
 
         The check takes one byte of memory per entry, and a sort takes many.
         """
-        # Entry i says whether term i + 1 is above term i.
+        # Entry i says whether the term at position i + 1 is above the term at position i.
         rises = self.indices[1:] > self.indices[:-1]
-        # The first term of a row may be below the last one of the row before.
+        # The first term of a row may be below the last term of the row before. Empty rows at either
+        # end of the matrix start where there is no pair of entries.
         row_starts = self.indptr[1:-1]
         inner_starts = row_starts[(row_starts > 0) & (row_starts < self.indices.size)]
         rises[inner_starts - 1] = True
@@ -201,8 +202,8 @@ class SparseVectors:
         Args:
             ids: N ids.
             matrix: a dense, sparse COO or CSR tensor, on any device and in any float dtype.
-            fingerprint: digest of the vocabulary. By default the one that ``encode_sparse`` has
-                attached to `matrix`, if it has returned it.
+            fingerprint: digest of the vocabulary. None uses the digest that ``encode_sparse``
+                attaches to the tensors that it returns, if `matrix` has one.
             min_weight: positive entries up to this weight are dropped, as zeros are. NaN and
                 negative entries are kept, so that they are reported.
         """
@@ -298,14 +299,15 @@ class SparseVectors:
 
     def without(self, terms: Collection[int]) -> SparseVectors:
         """Return a copy without the weights of some terms, in any order."""
-        unwanted = np.asarray(list_of("terms", terms, ordered=False), np.int64)
-        return self.selected(~np.isin(self.indices, unwanted))
+        excluded_terms = np.asarray(list_of("terms", terms, ordered=False), np.int64)
+        return self.selected(~np.isin(self.indices, excluded_terms))
 
     def selected(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
         """Return a copy with the entries for which a mask, bool ``[nnz]``, is True."""
+        n_kept_before = offsets_of(keep)  # number of kept entries before each position
         return replace(
             self,
-            indptr=offsets_of(keep)[self.indptr],
+            indptr=n_kept_before[self.indptr],
             indices=self.indices[keep],
             data=self.data[keep],
         )

@@ -222,9 +222,9 @@ def read_vectors(path: str | Path) -> SparseVectors:
 
 
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
-    """Read the vectors of some texts.
+    """Read the vectors of some texts from a folder, shard by shard.
 
-    If a shard has none of the texts, only its ids are read.
+    Of a shard with none of the texts, only the ids are read.
 
     Args:
         path: folder of sparse vectors.
@@ -326,7 +326,7 @@ def write_vectors(
     check_vectors("vectors", vectors)
     check_integer("shard_size", shard_size)
     check_least("shard_size", shard_size)
-    # The precision is recorded with each shard, and not with the settings.
+    # The precision is recorded with each shard, and not among the settings.
     provenance = replace(vectors.provenance, precision=None).to_dict()
     settings = {name: value for name, value in provenance.items() if value is not None}
     manifest = VectorManifest(
@@ -437,10 +437,11 @@ def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> lis
         DataError: if two terms of the vectors have the same token.
     """
     tokens = list_of("tokens", tokens)
-    highest = int(vectors.indices.max()) if vectors.indices.size else -1
-    if highest >= len(tokens):
+    highest_term = int(vectors.indices.max()) if vectors.indices.size else -1
+    if highest_term >= len(tokens):
         raise VocabularyMismatchError(
-            f"tokens: expected a token for every index up to {highest}, got {len(tokens)} tokens. "
+            f"tokens: expected a token for every index up to {highest_term}, got {len(tokens)} "
+            "tokens. "
             "Pass the vocabulary of the model that computed the vectors.",
         )
     names = fill_missing_names(tokens)

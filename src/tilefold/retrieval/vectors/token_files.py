@@ -53,9 +53,9 @@ def read_token_file(path: str | Path) -> TokenVectors:
     tensors, stored_ids = _read_arrays(file)
     try:
         ids = stored_ids
-        if "embeddings" in tensors:
+        if "embeddings" in tensors:  # padded
             vectors = _without_padding(tensors["embeddings"].float(), tensors.get("mask"))
-        elif "values" in tensors and "offsets" in tensors:
+        elif "values" in tensors and "offsets" in tensors:  # packed
             lengths = tensors["offsets"].long().diff().tolist()
             vectors = list(torch.split(_scaled_values(tensors), lengths))
         else:  # an array for each text
@@ -99,7 +99,8 @@ def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
         mask: ``[N, L]``, nonzero for tokens. If it is None, vectors of zeros are padding.
     """
     is_token = padded.abs().amax(-1) > 0 if mask is None else mask != 0
-    keep = is_token | padded.isnan().any(-1)  # a NaN must be reported
+    # A vector with NaN is kept, so that a later check reports it.
+    keep = is_token | padded.isnan().any(-1)
     return [rows[is_kept] for rows, is_kept in zip(padded, keep, strict=True)]
 
 

@@ -225,7 +225,7 @@ def check_finite(
     is_finite: Tensor,
     storage: str,
 ) -> None:
-    """Raise ``ArgumentDataError`` if a token vector is not finite in its storage.
+    """Raise ``ArgumentDataError`` if a number of a token vector is not finite as it is stored.
 
     Args:
         ids: N ids.
@@ -237,7 +237,7 @@ def check_finite(
     """
     if bool(is_finite.all()):
         return
-    # fp16 has the smallest range: a number that is finite in fp32 may overflow. int8 has scales.
+    # A number that is finite in fp32 may overflow in fp16, but not in int8, which has scales.
     stored_numbers = numbers.half() if storage == "fp16" else numbers
     got = describe_first_invalid(ids, offsets, numbers, is_invalid=~stored_numbers.isfinite())
     raise ArgumentDataError(
@@ -263,6 +263,7 @@ def describe_first_invalid(
     """
     first_index = tuple(is_invalid.nonzero()[0].tolist())
     token = first_index[0]
+    # The text of a token is the last one that begins at or before it.
     text = int(torch.searchsorted(offsets.contiguous(), token, right=True)) - 1
     return f"{numbers[first_index].item()} for {ids[text]!r}"
 

@@ -181,7 +181,7 @@ class QdrantCollection:
                         "one.",
                     )
                 engine.create(Record(layout))
-                # Another process may have created it first.
+                # Another process may have created the collection first, with another record.
                 record = engine.read_record() or Record(layout)
             if layout is not None:
                 record.layout.check_same(layout, engine.location)
@@ -352,7 +352,7 @@ class QdrantCollection:
         """
         self._check(documents)
         digest = documents.digest(self.layout)
-        if self._record.vectors_sha256 == digest:
+        if self._record.vectors_sha256 == digest:  # the same documents
             if self.complete:
                 return
             if resumes is not None:
@@ -437,7 +437,7 @@ class QdrantCollection:
         # An empty collection accepts any filter.
         if latest_kinds is None or not len(self):
             return
-        # Programs other than tilefold do not record the fields of their documents.
+        # A field may be unknown because another program, which records no fields, has stored it.
         is_recorded = bool(paths_of(name, latest_kinds))
         if not is_recorded and self._has_field(name):
             return
@@ -468,7 +468,7 @@ class QdrantCollection:
         merged = joined_kinds(recorded, documents.field_kinds)
         if merged == recorded:
             return merged
-        # The record will be replaced, and must not lose what another process has recorded.
+        # The record will be replaced. It must keep what other processes have recorded meanwhile.
         latest = self._read_field_kinds()
         return None if latest is None else joined_kinds(latest, documents.field_kinds)
 
@@ -517,7 +517,7 @@ class QdrantCollection:
             vocab_size,
             self.layout.fingerprint,
         )
-        # The digest is that of all texts, and these may be only some of them.
+        # The recorded digest is that of all texts, and these vectors may be of some texts only.
         vectors.provenance = replace(self.provenance, texts_sha256=None)
         return vectors
 
@@ -603,10 +603,10 @@ class QdrantCollection:
         rankings = self._engine.query(list(stage_of_rows.values()), parsed_filter)
         hits: list[list[Hit]] = [[] for _ in range(len(queries))]
         for (row, stage), ranking in zip(stage_of_rows.items(), rankings, strict=True):
-            hits[row] = self._hits(stage, parsed_filter, ranking, k)
+            hits[row] = self._rank_hits(stage, parsed_filter, ranking, k)
         return hits
 
-    def _hits(
+    def _rank_hits(
         self,
         stage: Stage,
         where: Filter | None,
@@ -620,7 +620,7 @@ class QdrantCollection:
         is then repeated with a higher limit, so that the order of ids decides.
 
         Args:
-            stage: the stage of the search that the ranking is the result of.
+            stage: the last stage of the search, whose result is the ranking.
             where: filter of the documents.
             ranking: ids and scores, best first.
             k: largest number of documents to return.
@@ -673,9 +673,9 @@ class QdrantCollection:
         return len(stored) == len(points)
 
     def _start_change(self, record: Record) -> None:
-        """Update the record before individual documents are changed.
+        """Update the record of the collection before individual documents are changed.
 
-        The digests of the build are removed from it, because they will no longer match.
+        The digests of the build are removed from the record, because they will not match any more.
 
         Args:
             record: the record after the change.
@@ -743,7 +743,7 @@ def _check_options(
     check_count("rank_constant", rank_constant)
     if fusion is not None:
         check_choice("fusion", fusion, FUSIONS)
-    # Token vectors that rerank belong to the second stage.
+    # Token vectors that rerank are used in the second stage, on the results of the first.
     first_kinds = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
     if rerank and (queries.tokens is None or not first_kinds):
         raise ArgumentError(

@@ -189,7 +189,8 @@ class EdgeEngine(Engine):
         write_json_object(self.folder / RECORD, record.to_dict())
 
     def drop(self) -> None:
-        # The record goes first: files that a killed process leaves are then no collection.
+        # The record is removed first. If the process is killed afterwards, the other files are no
+        # collection without it.
         (self.folder / RECORD).unlink(missing_ok=True)
         if self._shard is not None:
             self._call("close")
@@ -233,7 +234,7 @@ class EdgeEngine(Engine):
     def close(self) -> None:
         """Flush, write checksums, and let other processes open the folder.
 
-        It does nothing for a collection that is closed already, or for one that was inherited
+        Nothing is done for a collection that is closed already, or that this process has inherited
         through a fork.
         """
         is_forked = self._process != os.getpid()
@@ -257,7 +258,7 @@ class EdgeEngine(Engine):
         """
         is_closed = self._shard is None and self.read_record() is not None
         if is_closed:
-            # The change itself raises the error.
+            # The call that makes the change raises an error that says so.
             return
         need_space(self.folder, more_bytes)
         self._checksums.remove()

@@ -466,7 +466,7 @@ class Engine(Protocol):
 
         Qdrant rounds integers to float64 before it compares them with a range, so a large integer
         can end up on the wrong side of a bound. Such integers are matched or excluded by their
-        exact values. A number must meet one of the alternatives of :class:`RoundedRange`.
+        exact values. The condition is met if one of several alternatives is met.
 
         Args:
             name: the name of the field.
@@ -502,12 +502,15 @@ class Engine(Protocol):
         return self.api.FieldCondition(key=name, range=interval)
 
     def _one_of(self, name: str, integers: list[int]) -> object:
+        """Create the condition that a field has one of some integers."""
         return self.api.FieldCondition(key=name, match=self.api.MatchAny(any=integers))
 
     def _empty(self, name: str) -> object:
+        """Create the condition that a field has no value."""
         return self.api.IsEmptyCondition(is_empty=self.api.PayloadField(key=name))
 
     def _match(self, value: object) -> object:
+        """Create the client's object that matches one value."""
         return self.api.MatchValue(value=value)
 
 
@@ -520,7 +523,7 @@ def last_stage(
     rank_constant: int,
     exact: bool,
 ) -> Stage | None:
-    """Plan the stages of a query.
+    """Plan the stages of a query: rankings by each kind of vectors, their fusion, and reranking.
 
     Args:
         vectors: kind -> vector of the query, as in :class:`Point`.

@@ -289,6 +289,7 @@ class QdrantIndex:
                 f"expected the name of the collection, got {name!r}.",
             )
         engine = ServerEngine(url, name, **server_options)
+        # With `overwrite`, a collection is dropped, unless it has the same documents.
         record = engine.read_record() if overwrite else None
         if record is not None and record.vectors_sha256 != documents.digest(layout):
             engine.drop()
@@ -343,7 +344,8 @@ class QdrantIndex:
                     )
                     cls(collection)._describe(unfinished)
             except BaseException:
-                # Without a record, there is nothing that the next build could resume.
+                # The engine writes its record before any document. Without the record, there is
+                # nothing that the next build could resume.
                 has_progress = (unfinished / RECORD).exists()
                 if not has_progress:
                     shutil.rmtree(unfinished, ignore_errors=True)
@@ -448,7 +450,10 @@ class QdrantIndex:
             self._remove_temporary_folder()
 
     def _describe(self, folder: Path) -> None:
-        """Write the manifest into the folder of the index."""
+        """Write the manifest of the index into its folder.
+
+        An index on a server records its address in the manifest.
+        """
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
         write_manifest(folder, self, package, options, changing=_OWN_NAMES)

@@ -331,7 +331,7 @@ class ServerEngine(Engine):
     def _error_text(self, error: BaseException) -> str:
         """Return the most specific text of an error of the client, for a message.
 
-        It is one line of limited length, in which the API key is replaced by asterisks.
+        The text is one line of limited length, in which asterisks replace the API key.
         """
         # The body of the server's answer, or else the error that the client wrapped, says more than
         # the error itself.
@@ -401,7 +401,7 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def _is_transport_error(error: BaseException) -> bool:
-    """Return whether an error means that there was no answer, not one that cannot be read."""
+    """Return whether an error means that no answer came, not that an answer cannot be read."""
     source = getattr(error, "source", error)
     package = type(source).__module__.partition(".")[0]
     return isinstance(source, OSError) or package in ("httpx", "httpcore")
