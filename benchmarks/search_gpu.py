@@ -308,7 +308,7 @@ def _check_late_search(
     scores = torch.tensor([[score for _, score in row] for row in hits], device=device)
     # ids are "d" and the position
     documents = torch.tensor([[int(name[1:]) for name, _ in row] for row in hits], device=device)
-    (device_documents,) = index._documents_on(index._devices(device))
+    (device_documents,) = index._documents_on(index._choose_devices(device))
     if streamed and device_documents.resident is not None:
         return "the GPU holds the documents"
     batch = token_blocks.QueryBatch(query_vectors, None)

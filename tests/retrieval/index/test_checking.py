@@ -161,7 +161,7 @@ def test_files_of_an_update_that_begins_during_the_check_are_no_orphans(
     updated: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = checking._unlisted
+    original = checking._find_unlisted
     with ExitStack() as stack:
 
         def begin_update(folder: Path, names: Collection[str]) -> Iterator[Path]:
@@ -169,7 +169,7 @@ def test_files_of_an_update_that_begins_during_the_check_are_no_orphans(
             (updated / "segments" / "00002").mkdir()
             yield from original(folder, names)
 
-        monkeypatch.setattr(checking, "_unlisted", begin_update)
+        monkeypatch.setattr(checking, "_find_unlisted", begin_update)
         check = check_index(updated)
     assert check.is_being_written
     assert not check.orphans

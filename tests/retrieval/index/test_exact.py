@@ -177,7 +177,7 @@ def test_one_query_on_a_device_lists_no_terms_on_the_cpu(
     def refuse(queries: object) -> None:
         raise AssertionError("the terms of one query were listed by torch")
 
-    monkeypatch.setattr(on_device, "_entries_of", refuse)
+    monkeypatch.setattr(on_device, "_extract_entries", refuse)
     for layout in (query, to_csr(query), to_sparse_rows(to_csr(query))):
         for result, expected_result in zip(
             index.search_tensor(layout, 9),

@@ -338,7 +338,7 @@ def model_fingerprint(model: Model) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {dtype}\n".encode())
         digest.update(flat[::step].cpu().double().numpy().tobytes())
     digest.update(model_settings(model).encode())
-    digest.update(_module_settings(model).encode())
+    digest.update(_describe_modules(model).encode())
     return digest.hexdigest()
 
 
@@ -355,7 +355,7 @@ def _graph_fingerprint(graph: Any, settings: str) -> str:
     return hashlib.sha256(f"{original['model']} {graph.sha256} {settings}".encode()).hexdigest()
 
 
-def _module_settings(model: Model) -> str:
+def _describe_modules(model: Model) -> str:
     """Describe the classes and settings of a model's modules as JSON, by module name.
 
     Every module of the pipeline is described, and every nested module with settings, such as the

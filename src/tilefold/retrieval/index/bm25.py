@@ -185,7 +185,7 @@ class Tokenizer:
 
     def __init__(self, options: BM25Options, stopwords: Iterable[str] | None = None) -> None:
         self._identifiers = options.identifiers
-        self._stopwords, self._stem = _stopwords_and_stemmer(options.language)
+        self._stopwords, self._stem = _load_stopwords_and_stemmer(options.language)
         if stopwords is not None:
             self._stopwords = frozenset(stopwords)
 
@@ -251,7 +251,7 @@ class Tokenizer:
                 )
 
 
-def _stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
+def _load_stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
     """Return the stop words and the stemmer of a language.
 
     Args:
@@ -460,7 +460,7 @@ class BM25Index(FolderIndex):
                 "documents",
                 f"expected passages {passages!r} as in the index, got {new_passages!r}.",
             )
-        stored_words = self._stored_words()
+        stored_words = self._restore_words()
         # Documents that are replaced are removed, too.
         removed = ids_to_delete((*stored_words, *documents), delete, documents, passages)
         retained_rows = [
@@ -488,7 +488,7 @@ class BM25Index(FolderIndex):
         )
         return index
 
-    def _stored_words(self) -> dict[str, list[str]]:
+    def _restore_words(self) -> dict[str, list[str]]:
         """Return document id -> words of the document, in the order of the vocabulary.
 
         A word is repeated as often as it occurs in the document.
@@ -509,7 +509,7 @@ class BM25Index(FolderIndex):
 
         The digest does not depend on the order of the vocabulary, which differs between processes.
         """
-        stored_words = self._stored_words()
+        stored_words = self._restore_words()
         return texts_digest({name: " ".join(sorted(words)) for name, words in stored_words.items()})
 
     def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:

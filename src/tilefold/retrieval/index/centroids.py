@@ -89,7 +89,7 @@ class Centroids:
         )
         shuffled = torch.randperm(len(sample), generator=generator)
         cells = _k_means(sample[shuffled[: n_cells * _SAMPLES_PER_CELL]], n_cells)
-        sample_cells = _nearest(sample, cells)
+        sample_cells = _find_nearest(sample, cells)
         centroids_of_cells = []
         for cell in range(n_cells):
             # The center of the cell comes first, so that an empty cell has centroids, too.
@@ -102,7 +102,7 @@ class Centroids:
         terms = []
         for lengths, vectors in blocks():
             documents = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-            nearest = _nearest_of_cells(vectors, cells, centroids).numpy()
+            nearest = _find_nearest_of_cells(vectors, cells, centroids).numpy()
             # Pairs of a document and a centroid as one number, without repetitions, and ordered by
             # document.
             keys = np.unique(documents * n_centroids + nearest)
@@ -210,19 +210,19 @@ def _k_means(rows: Tensor, count: int) -> Tensor:
     if len(rows) <= count:
         return centroids
     for _ in range(_K_MEANS_ROUNDS):
-        nearest = _nearest(rows, centroids)
+        nearest = _find_nearest(rows, centroids)
         sums = torch.zeros_like(centroids).index_add_(0, nearest, rows)
         has_rows = torch.bincount(nearest, minlength=count) > 0
         centroids[has_rows] = normalize(sums[has_rows])
     return centroids
 
 
-def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
+def _find_nearest(rows: Tensor, centroids: Tensor) -> Tensor:
     """Return the centroid with the largest inner product for each row, ``[M]``."""
     return torch.cat([(part @ centroids.T).argmax(1) for part in torch.split(rows, _PRODUCT_ROWS)])
 
 
-def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
+def _find_nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
     """Return the nearest centroid within the nearest cell of each row.
 
     A row is compared with the centroids of its cell only, which is an approximation, but faster.
@@ -237,7 +237,7 @@ def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
     """
     if not len(rows):
         return torch.zeros(0, dtype=torch.int64)
-    nearest_cells = _nearest(rows, cells)
+    nearest_cells = _find_nearest(rows, cells)
     # The rows of a cell are consecutive in `rows_by_cell`. `ends` has their exclusive ends.
     rows_by_cell = nearest_cells.argsort(stable=True)
     ends = torch.bincount(nearest_cells, minlength=len(cells)).cumsum(0).tolist()

@@ -155,9 +155,9 @@ def check_index(path: str | Path) -> IndexCheck:
     folder = path_of("path", path)
     check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
     for _ in range(_ATTEMPTS):
-        state = _committed_state(folder)
+        state = _read_committed_state(folder)
         check = _check_once(folder)
-        if _committed_state(folder) == state:
+        if _read_committed_state(folder) == state:
             return check
     raise InUseError(
         f"{folder}: the index was changed during each of {_ATTEMPTS} checks. Check it again while "
@@ -165,7 +165,7 @@ def check_index(path: str | Path) -> IndexCheck:
     )
 
 
-def _committed_state(folder: Path) -> list[bytes | None]:
+def _read_committed_state(folder: Path) -> list[bytes | None]:
     """Return the contents of the two files that an update or a merge replaces.
 
     The content of a missing file is None.
@@ -197,14 +197,14 @@ def _check_once(folder: Path) -> IndexCheck:
     if check.is_intact:
         _check_opens(folder, check)
     if check.is_intact and check.backend not in (_BM25, _QDRANT):
-        check.merge = _merge_savings(check.parts)
+        check.merge = _estimate_merge_savings(check.parts)
     # Files that no manifest lists are orphans only if no process is writing them.
     lock_directory = lock_directory_of(folder)
     check.is_being_written = _is_locked(lock_directory)
     if check.is_being_written:
         return check
-    paths = [*_unlisted(folder, part_list.segment_names), *_leftovers(folder.resolve())]
-    orphans = [Orphan(str(path), _size(path)) for path in sorted(paths)]
+    paths = [*_find_unlisted(folder, part_list.segment_names), *_find_leftovers(folder.resolve())]
+    orphans = [Orphan(str(path), _size_of(path)) for path in sorted(paths)]
     # The files may belong to an update that has begun in the meantime.
     check.is_being_written = _is_locked(lock_directory)
     if not check.is_being_written:
@@ -350,7 +350,7 @@ def _check_opens(folder: Path, check: IndexCheck) -> None:
         index.close()
 
 
-def _merge_savings(parts: Collection[PartCheck]) -> MergeSavings:
+def _estimate_merge_savings(parts: Collection[PartCheck]) -> MergeSavings:
     """Estimate how much a merge of the parts would save."""
     n_bytes = sum(part.n_bytes * part.n_removed // max(1, part.n_documents) for part in parts)
     return MergeSavings(
@@ -360,14 +360,14 @@ def _merge_savings(parts: Collection[PartCheck]) -> MergeSavings:
     )
 
 
-def _unlisted(folder: Path, segment_names: Collection[str]) -> Iterator[Path]:
+def _find_unlisted(folder: Path, segment_names: Collection[str]) -> Iterator[Path]:
     """Yield the files and folders of an index that no manifest lists.
 
     Args:
         folder: the folder of the index.
         segment_names: names of the segments' folders that the index lists.
     """
-    yield from _unlisted_files(folder, {SEGMENTS})
+    yield from _find_unlisted_files(folder, {SEGMENTS})
     segments_folder = folder / SEGMENTS
     if not segments_folder.is_dir():
         return
@@ -377,10 +377,10 @@ def _unlisted(folder: Path, segment_names: Collection[str]) -> Iterator[Path]:
         if entry.name not in segment_names:
             yield entry
         elif entry.is_dir():
-            yield from _unlisted_files(entry, set())
+            yield from _find_unlisted_files(entry, set())
 
 
-def _unlisted_files(folder: Path, other_names: Collection[str]) -> Iterator[Path]:
+def _find_unlisted_files(folder: Path, other_names: Collection[str]) -> Iterator[Path]:
     """Yield the entries of the folder of a part that its manifest does not list.
 
     Args:
@@ -401,7 +401,7 @@ def _unlisted_files(folder: Path, other_names: Collection[str]) -> Iterator[Path
     yield from (entry for entry in folder.iterdir() if entry.name not in names)
 
 
-def _leftovers(folder: Path) -> Iterator[Path]:
+def _find_leftovers(folder: Path) -> Iterator[Path]:
     """Yield the hidden folders next to an index that a killed process has left.
 
     A living process holds the lock of its hidden folder.
@@ -428,7 +428,7 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def _size(path: Path) -> int:
+def _size_of(path: Path) -> int:
     """Return the size of a file, or of all files in a folder, in bytes."""
     files = [path] if path.is_file() else path.rglob("*")
     n_bytes = 0

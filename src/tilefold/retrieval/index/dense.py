@@ -311,9 +311,11 @@ class DenseIndex(TorchIndex, GrowingIndex):
         # are scored per selection, in the same memory.
         n_blocks = max(1, _BLOCK_QUERIES // max(1, len(queries)))
         n_documents = n_blocks * _BLOCK_DOCUMENTS
-        best_scores, best_rows = self._best_rows(queries, k, allowed, 0, n_documents)
+        best_scores, best_rows = self._search_documents(queries, k, allowed, 0, n_documents)
         for start in range(n_documents, len(self.ids), n_documents):
-            new_scores, new_rows = self._best_rows(queries, k, allowed, start, start + n_documents)
+            new_scores, new_rows = self._search_documents(
+                queries, k, allowed, start, start + n_documents
+            )
             # Earlier documents come first, so that equal scores stay in document order.
             candidate_scores = torch.cat([best_scores, new_scores], 1)
             candidate_rows = torch.cat([best_rows, new_rows], 1)
@@ -321,7 +323,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
             best_rows = candidate_rows.gather(1, columns)
         return best_scores, best_rows
 
-    def _best_rows(
+    def _search_documents(
         self,
         queries: Tensor,
         k: int,
@@ -343,7 +345,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
             :meth:`_search_block` returns them.
         """
         device = queries.device
-        values, scales = self._vectors_for(device)
+        values, scales = self._copy_vectors_to(device)
         end = min(end, len(values))
         scores_of_blocks = []
         for block_start in range(start, end, _BLOCK_DOCUMENTS):
@@ -368,7 +370,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
         norm = 2 if self.similarity == "euclidean" else 1
         return -torch.cdist(queries, documents, p=norm)  # a smaller distance is a higher score
 
-    def _vectors_for(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def _copy_vectors_to(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return the values and scales for a search on a device.
 
         Copies on a GPU are cached. Values that do not fit into half of the GPU's free memory stay

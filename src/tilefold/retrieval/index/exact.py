@@ -125,7 +125,7 @@ class Postings:
         # Where the next posting of each term is written.
         next_positions = offsets[:-1].copy()
         for row_begin, row_end in pieces:
-            piece = _postings_of_rows(vectors, row_begin, row_end)
+            piece = _transpose_rows(vectors, row_begin, row_end)
             postings._insert(piece, next_positions, row_begin)
         postings.trusted[:] = True  # what was just computed needs no check
         return postings
@@ -297,7 +297,7 @@ class Postings:
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
 
 
-def _postings_of_rows(vectors: SparseVectors, row_begin: int, row_end: int) -> Postings:
+def _transpose_rows(vectors: SparseVectors, row_begin: int, row_end: int) -> Postings:
     """Transpose the positive weights of some rows of sparse vectors to postings.
 
     The documents of the postings are numbered from 0, which is the first of these rows.
@@ -423,7 +423,7 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
         k: number of positions. There are fewer if fewer scores are positive.
     """
     # Ascending positions of all scores that are at least the k-th highest, and of some others.
-    candidates = _high_positions(scores, k)
+    candidates = _find_high_positions(scores, k)
     if candidates.size > k:
         values = scores[candidates]
         kth_position = candidates.size - k  # in ascending order
@@ -436,7 +436,7 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
     return positions
 
 
-def _high_positions(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+def _find_high_positions(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     """Return a superset of the positions of the `k` highest positive scores, ascending.
 
     The superset includes every score that ties with the `k`-th highest one.

@@ -266,7 +266,7 @@ class LateIndex(TorchIndex):
             options: options of the index, without the number of candidates and their recall.
             provenance: model and texts that the vectors were computed from.
             metadata: metadata of the documents, by id or as another index stores them.
-            queries: queries that recall is measured on, as in :meth:`build`.
+            queries: queries that recall is measured on; None uses pieces of documents.
             overwrite: whether to replace an existing index.
         """
         with cls._new_folder(folder, overwrite=overwrite) as new_folder:
@@ -337,7 +337,9 @@ class LateIndex(TorchIndex):
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Copy the index to another folder, or do nothing if it is in that folder.
 
-        The arguments and errors are those of :meth:`FolderIndex.save`.
+        Args:
+            path: the folder, new or empty.
+            overwrite: whether to replace an existing index of this backend.
         """
         if path_of("path", path).resolve() != self.files.folder.resolve():
             with self._new_folder(path, overwrite=overwrite) as folder:
@@ -369,12 +371,12 @@ class LateIndex(TorchIndex):
         if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
             options["pooling"] = token_blocks.POOLING
         chunks = itertools.chain.from_iterable(
-            part._chunks(rows) for part, rows in zip(parts, rows_by_part, strict=True)
+            part._iterate_chunks(rows) for part, rows in zip(parts, rows_by_part, strict=True)
         )
         return cls._write_index(folder, chunks, options, provenance, metadata, overwrite=True)
 
-    def _chunks(self, rows: Sequence[int]) -> Iterator[Chunk]:
-        """Iterate over some documents of this index, with their vectors as they are stored.
+    def _iterate_chunks(self, rows: Sequence[int]) -> Iterator[Chunk]:
+        """Iterate over some documents of this index, a few at a time, with their stored vectors.
 
         Args:
             rows: rows of the documents.
@@ -445,7 +447,7 @@ class LateIndex(TorchIndex):
         check_k(k)
         self._check_queries(queries)
         allowed = allowed_by(self.metadata, where, allowed)
-        devices = self._devices(self.devices if device is None else device)
+        devices = self._choose_devices(self.devices if device is None else device)
         n_candidates = self.n_candidates if candidates is None else candidates
         if n_candidates:
             n_candidates = max(n_candidates, _MIN_CANDIDATES_PER_HIT * k)
@@ -691,7 +693,7 @@ class LateIndex(TorchIndex):
             best = (top_scores, rows) if best is None else _merge_top(best, (top_scores, rows), k)
             yield best
 
-    def _devices(self, device: Devices | None) -> list[torch.device]:
+    def _choose_devices(self, device: Devices | None) -> list[torch.device]:
         """Choose the devices of a search.
 
         Args:
@@ -777,7 +779,7 @@ class LateIndex(TorchIndex):
         # The row of the document that each query was taken from, or None.
         sources: Sequence[int | None]
         if queries is None:
-            query_vectors, sources = self._document_pieces()
+            query_vectors, sources = self._take_document_pieces()
         else:
             n_queries = min(len(queries), _MEASURED_QUERIES)
             query_vectors = [queries.rows(row) for row in range(n_queries)]
@@ -804,7 +806,7 @@ class LateIndex(TorchIndex):
                 break
         return n_candidates, round(recall, 4)
 
-    def _document_pieces(self) -> tuple[list[Tensor], list[int]]:
+    def _take_document_pieces(self) -> tuple[list[Tensor], list[int]]:
         """Take consecutive tokens of random documents, which serve as queries.
 
         The random numbers have a fixed seed, so that every build gives the same index.

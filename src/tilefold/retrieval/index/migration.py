@@ -285,7 +285,7 @@ class Migration:
 
     @property
     def is_built(self) -> bool:
-        """Whether the standby exists completely."""
+        """Whether the standby, the index that is not searched, is written completely."""
         return (self.standby / MANIFEST_NAME).is_file()
 
     def n_documents(self) -> int:
@@ -293,7 +293,7 @@ class Migration:
         return len(_ids_of(self.index))
 
     def n_changes(self) -> int:
-        """Return how many updates of the index the standby does not have yet."""
+        """Return how many updates of the index the standby (the other index) does not have yet."""
         with _waiting_for_lock(self.index):
             self._log.settle()  # an update that was interrupted is committed or dropped
             return len(self._log.committed())
@@ -322,7 +322,9 @@ class Migration:
             _check_encoder(encoder, self.record.model_fingerprint, "new")
             manifest = read_description(self.index)
             passages = _passages_of(manifest)
-            base_documents = self._base_documents(documents, has_passages=passages is not None)
+            base_documents = self._restore_base_documents(
+                documents, has_passages=passages is not None
+            )
             texts = _texts_of(base_documents, passages)
             if texts_digest(texts) != self.record.texts_sha256:
                 # Some documents have changed since the start. Encoding may still be resumed,
@@ -331,7 +333,7 @@ class Migration:
             vectors = encoder.encode(texts, self.folder / _VECTORS)
             self._build_standby(vectors, manifest, base_documents)
 
-    def _base_documents(
+    def _restore_base_documents(
         self,
         documents: Mapping[str, Document],
         *,
@@ -357,7 +359,7 @@ class Migration:
             document_id: documents.get(document_id, Document(document_id, "", ""))
             for document_id in ids
         }
-        is_changed = _text_keys(base_documents) != keys
+        is_changed = _hash_texts(base_documents) != keys
         is_changed |= np.array([document_id not in documents for document_id in ids], bool)
         changed_ids = {ids[position] for position in np.flatnonzero(is_changed).tolist()}
         if not changed_ids:
@@ -374,8 +376,8 @@ class Migration:
             raise DataError(
                 f"{self.record.data}: expected the texts that the documents had when the migration "
                 f"started, but {len(unusable_ids)} are missing or have changed"
-                f"{_shown(sorted(unusable_ids))}. Give the collection of that time (--data), or "
-                "discard the migration and start it again (--discard).",
+                f"{_list_first_ids(sorted(unusable_ids))}. Give the collection of that time "
+                "(--data), or discard the migration and start it again (--discard).",
             )
         return base_documents
 
@@ -390,7 +392,7 @@ class Migration:
         Options are copied only if both indexes have the same backend.
 
         Args:
-            vectors: the vectors of all documents of the start.
+            vectors: the vectors of the documents that the index had when the migration started.
             manifest: the manifest of the index that is searched.
             documents: the documents of the vectors, with their metadata.
         """
@@ -426,7 +428,9 @@ class Migration:
         DenseIndex.build(vectors, metadata=metadata).save(self.standby)
 
     def catch_up(self, encoder: DocumentEncoder | None) -> int:
-        """Apply to the standby the updates that the index got since, and merge its segments.
+        """Apply the logged updates of the index to the standby, and merge the standby's segments.
+
+        The standby is the index of the migration that is not searched.
 
         Args:
             encoder: the model of the standby; None if there is nothing to encode.
@@ -441,9 +445,10 @@ class Migration:
             return self._replay_log_in_rounds(encoder)
 
     def _replay_log_in_rounds(self, encoder: DocumentEncoder | None) -> int:
-        """Replay the change log in the standby, in at most ``_MAX_ROUNDS`` rounds.
+        """Apply the logged updates to the standby, the index that is not searched.
 
-        The index is locked only while the log is read.
+        Further updates may be logged meanwhile, so this takes up to ``_MAX_ROUNDS`` rounds. The
+        index is locked only while the log is read.
 
         Args:
             encoder: the model of the standby.
@@ -454,7 +459,7 @@ class Migration:
         n_changed = 0
         for _ in range(_MAX_ROUNDS):
             with _waiting_for_lock(self.index):
-                self._log.settle()
+                self._log.settle()  # an update that was interrupted is committed or dropped
                 entries = self._log.committed()
             if not entries:
                 break
@@ -465,7 +470,7 @@ class Migration:
         return n_changed
 
     def _replay(self, entries: list[Path], encoder: DocumentEncoder | None) -> int:
-        """Apply logged changes to the standby, then remove their entries.
+        """Apply logged changes to the standby (the index that is not searched), and unlog them.
 
         After an interruption, the same changes can be applied again.
 
@@ -503,6 +508,9 @@ class Migration:
     ) -> Any:
         """Encode the documents of a change with the model of the standby.
 
+        The standby is the index that is not searched: the new one until the cut-over, which
+        exchanges both, and then the old one.
+
         Args:
             change: the change.
             passages: how documents are divided into passages; None for whole documents.
@@ -526,7 +534,8 @@ class Migration:
         shutil.rmtree(folder, ignore_errors=True)
         texts = _texts_of(change.documents, passages)
         remaining_texts = texts
-        if not change.deleted.isdisjoint(texts):  # single passages were deleted later
+        # Single passages of a new document may have been deleted later.
+        if not change.deleted.isdisjoint(texts):
             remaining_texts = {
                 text_id: text for text_id, text in texts.items() if text_id not in change.deleted
             }
@@ -573,7 +582,7 @@ class Migration:
                 sync(self.folder)
 
     def _check_standby_is_intact(self) -> None:
-        """Raise ``DataError`` if a file of the standby is damaged."""
+        """Raise ``DataError`` if a file of the standby, which is to take over, is damaged."""
         check = check_index(self.standby)
         if not check.is_intact:
             raise DataError(
@@ -592,10 +601,11 @@ class Migration:
         surplus = sorted(standby_ids - ids)
         raise DataError(
             f"{self.standby}: expected the documents of {self.index}; {len(missing)} are missing"
-            f"{_shown(missing)}, and {len(surplus)} are too many{_shown(surplus)}. The new model "
-            "may have failed on documents (see vectors/manifest.json), or the index was built "
-            "again meanwhile. Replace or delete these documents (tilefold index --update), or "
-            "discard the migration (--discard). The index that is searched was not changed.",
+            f"{_list_first_ids(missing)}, and {len(surplus)} are too many"
+            f"{_list_first_ids(surplus)}. The new model may have failed on documents (see "
+            "vectors/manifest.json), or the index was built again meanwhile. Replace or delete "
+            "these documents (tilefold index --update), or discard the migration (--discard). The "
+            "index that is searched was not changed.",
         )
 
     def discard(self) -> None:
@@ -689,7 +699,7 @@ def _write_start(folder: Path, record: MigrationRecord, documents: Mapping[str, 
     base = folder / _BASE
     base.mkdir(parents=True)
     save_ids(documents, base)
-    np.save(base / _TEXT_KEYS, _text_keys(documents))
+    np.save(base / _TEXT_KEYS, _hash_texts(documents))
     write_json_object(folder / MIGRATION_NAME, asdict(record), durable=True)
 
 
@@ -710,14 +720,14 @@ def check_same_documents(index: Path, documents: Mapping[str, Document], data: s
         raise DataError(
             f"{data}: expected the texts of all {len(indexed_ids):,} documents of {index}, got "
             f"{len(indexed_ids) - len(missing):,}; {len(missing):,} are missing"
-            f"{_shown(missing)}. Add them to the collection.",
+            f"{_list_first_ids(missing)}. Add them to the collection.",
         )
     surplus = sorted(document_id for document_id in documents if document_id not in indexed_ids)
     if surplus:
         raise DataError(
             f"{data}: expected only the {len(indexed_ids):,} documents of {index}; "
-            f"{len(surplus):,} are not in the index{_shown(surplus)}. Add them to the index "
-            "(tilefold index --update), or remove them from the collection.",
+            f"{len(surplus):,} are not in the index{_list_first_ids(surplus)}. Add them to the "
+            "index (tilefold index --update), or remove them from the collection.",
         )
 
 
@@ -745,8 +755,8 @@ def _texts_of(documents: Mapping[str, Document], passages: str | None) -> Mappin
     """Return the texts of documents, or of their passages, as an index is made from them.
 
     Args:
-        documents: document id -> document. A lazy mapping that has its contents as a mapping is
-            not read.
+        documents: document id -> document. A mapping with a method ``contents``, which reads
+            documents when they are used, is not read here.
         passages: how documents are divided into passages; None for whole documents.
 
     Raises:
@@ -783,7 +793,7 @@ def _document_ids_of(index: Path, passages: str | None) -> set[str]:
     return ids if passages is None else {vector_id.rpartition("#")[0] for vector_id in ids}
 
 
-def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
+def _hash_texts(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
     """Return a hash of each document's contents, uint64 ``[N]``, to recognise changed texts."""
     keys = (
         int.from_bytes(
@@ -796,9 +806,9 @@ def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
 
 
 class _TextsWithOriginalDigest(dict[str, str]):
-    """Texts under the digest with which their encoding was started, although some have changed.
+    """Texts that carry the digest with which their encoding was started, though some have changed.
 
-    Encoding resumes only under the same digest.
+    An interrupted encoding is resumed only if the digest of the texts is the same.
 
     Args:
         texts: id -> text.
@@ -817,7 +827,7 @@ def _has_metadata(index: Path) -> bool:
     return any((part.folder_in(index) / FILE).is_file() for part in PartList.read(index).parts)
 
 
-def _shown(ids: list[str]) -> str:
+def _list_first_ids(ids: list[str]) -> str:
     """Return the first ids in parentheses, after a space; empty if there are none."""
     if not ids:
         return ""

@@ -209,7 +209,7 @@ class DeviceIndex:
         self._check_shape(queries)
         if _n_queries(queries) == 1:
             return self._search_one(queries, k, among)
-        entries = _entries_of(queries)
+        entries = _extract_entries(queries)
         _check_weights(entries)
         terms, weights = self._pad_on_device(entries)
         return self._search_padded(terms, weights, k, among)
@@ -240,10 +240,10 @@ class DeviceIndex:
         if among is None and _device_of(query) == self.device:
             graph = self._graphs.take(graph_key, lambda: self._capture_row(k))
         if graph is None:
-            scores, positions, term_counts = self._search_row(_dense_row(query), k, among)
+            scores, positions, term_counts = self._search_row(_to_dense_row(query), k, among)
             n_terms = term_counts.item()
         else:
-            _dense_row(query, out=graph.inputs[0])
+            _to_dense_row(query, out=graph.inputs[0])
             graph.launch()
             scores, positions = (result.clone() for result in graph.device_results[:2])
             graph.wait()
@@ -251,7 +251,7 @@ class DeviceIndex:
             self._graphs.give_back(graph_key, graph)
         has_invalid_weight = n_terms < 0  # how the kernels report one
         if has_invalid_weight:
-            _refuse_weights(_entries_of(query))
+            _refuse_weights(_extract_entries(query))
         return scores, positions
 
     def _search_row(
@@ -266,7 +266,7 @@ class DeviceIndex:
             Scores and positions, both ``[1, k]``, and the number of the query's terms, ``[1]``,
             which is negative if a weight is invalid.
         """
-        allowed = self._allowed(among)
+        allowed = self._combine_with_removed(among)
         if isinstance(self.postings, DividedPostings):
             return self.postings.topk_of_dense(row, k, allowed=allowed)
         return sparse_topk_of_dense(self.postings, row, k, allowed=allowed)
@@ -352,12 +352,12 @@ class DeviceIndex:
         Returns:
             Scores and positions of the best documents, both ``[Nq, k]``.
         """
-        allowed = self._allowed(among)
+        allowed = self._combine_with_removed(among)
         if isinstance(self.postings, DividedPostings):
             return self.postings.topk(terms, weights, k, allowed=allowed)
         return sparse_topk(self.postings, terms, weights, k, allowed=allowed)
 
-    def _allowed(self, among: Tensor | None) -> Tensor | None:
+    def _combine_with_removed(self, among: Tensor | None) -> Tensor | None:
         """Return the mask of the documents that may be returned and were not removed.
 
         Args:
@@ -513,7 +513,7 @@ def _device_of(queries: Tensor | SparseRows) -> torch.device:
     return queries.values.device if isinstance(queries, SparseRows) else queries.device
 
 
-def _dense_row(query: Tensor | SparseRows, out: Tensor | None = None) -> Tensor:
+def _to_dense_row(query: Tensor | SparseRows, out: Tensor | None = None) -> Tensor:
     """Return the weights of one query as a dense float32 tensor ``[1, V]`` on its device.
 
     Args:
@@ -530,14 +530,14 @@ def _dense_row(query: Tensor | SparseRows, out: Tensor | None = None) -> Tensor:
         terms = query.col_indices()
         weights = query.values()
     else:
-        entries = _entries_of(query)
+        entries = _extract_entries(query)
         terms = entries.terms
         weights = entries.weights
     dense = torch.zeros(1, vocab_size, device=weights.device) if out is None else out.zero_()
     return dense.index_add_(1, terms, weights.float()[None])
 
 
-def _entries_of(queries: Tensor | SparseRows) -> _Entries:
+def _extract_entries(queries: Tensor | SparseRows) -> _Entries:
     """Return the non-zero weights of queries.
 
     Args:

@@ -42,8 +42,8 @@ def open_index(
 
     Args:
         path: the folder of the index.
-        opened: an earlier generation of the index. Its parts are never changed, so that those which
-            the current generation still has are used again. They take no time and no memory.
+        opened: the index as it was opened earlier. Its parts never change, so parts that the index
+            still has are used again, which takes no time and no memory.
 
     Raises:
         DataError: if the folder is not an index, is damaged, or was written by a newer release.
@@ -51,7 +51,7 @@ def open_index(
     parts = opened_parts(opened)
 
     def open_generation(generation: IndexGeneration) -> Any:
-        """Open the index by its backend, with the parts that are open already."""
+        """Open one committed state of the index, with the parts that are open already."""
         if generation.backend == BM25Index.backend:
             return BM25Index.load(path)
         if not parts and generation.backend not in (DENSE, LATE):

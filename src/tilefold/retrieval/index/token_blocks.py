@@ -190,8 +190,9 @@ class TokenFiles:
         offsets: int64 ``[N + 1]``, where the tokens of each document begin.
         lengths: number of tokens of each document, ``[N]``.
         n_tokens: number of tokens of all documents.
-        values: values of all tokens, as in :class:`StoredTokens`.
-        scales: scales of all tokens, as in :class:`StoredTokens`, but bfloat16 as uint16.
+        values: values of all tokens, ``[T, D]`` int8 or fp16, or ``[T, D / 2]`` uint8 for int4.
+        scales: factors of the values, ``[T]`` fp32 for int8, and the bits of bfloat16 in uint16 for
+            int4; None for fp16.
     """
 
     def __init__(self, folder: Path, n_documents: int, dimension: int, storage: str) -> None:
@@ -218,17 +219,17 @@ class TokenFiles:
         value_dtype, scale_dtype = _FILE_DTYPES[storage]
         # A byte of int4 values has two entries.
         width = dimension // 2 if storage == "int4" else dimension
-        self.values = self._mapped(VALUES, value_dtype, (self.n_tokens, width))
+        self.values = self._map_file(VALUES, value_dtype, (self.n_tokens, width))
         self.scales: npt.NDArray[Any] | None = None
         if scale_dtype is not None:
-            self.scales = self._mapped(SCALES, scale_dtype, (self.n_tokens,))
+            self.scales = self._map_file(SCALES, scale_dtype, (self.n_tokens,))
         self._lock_was_tried = False
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays())
 
-    def _mapped(self, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def _map_file(self, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Map a file as an array, or raise ``DataError`` if its size does not match the shape."""
         path = self.folder / name
         expected_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -255,7 +256,7 @@ class TokenFiles:
             for start in range(0, len(unverified), _CHECK_DOCUMENTS)
         ]
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-            for damaged_rows in pool.map(self._damaged, parts):
+            for damaged_rows in pool.map(self._find_damaged, parts):
                 if damaged_rows.size:
                     raise DataError(
                         f"{self.folder / VALUES}: damaged; the token vectors of the document in "
@@ -263,7 +264,7 @@ class TokenFiles:
                     )
         self._is_verified[unverified] = True
 
-    def _damaged(self, rows: Rows) -> Rows:
+    def _find_damaged(self, rows: Rows) -> Rows:
         """Return the rows of the documents that do not match their checksums."""
         computed = checksums(self._arrays(), self.offsets[rows], self.offsets[rows + 1])
         damaged_rows: Rows = rows[computed != self._checksums[rows]]
@@ -530,7 +531,7 @@ class DeviceDocuments:
             n_tokens: maximum number of tokens per block that is read from the files.
         """
         if self.resident is not None:
-            yield from self._resident_blocks(self.resident)
+            yield from self._divide_resident(self.resident)
             return
         ranges = list(
             row_ranges(self.files.offsets, n_tokens, self.first_document, self.end_document),
@@ -539,12 +540,12 @@ class DeviceDocuments:
         if self.device.type == "cpu":
             vectors_of_ranges = (self.files.document_range(*documents) for documents in ranges)
         else:
-            vectors_of_ranges = self._streamed(ranges)
+            vectors_of_ranges = self._stream(ranges)
         for documents, vectors in zip(ranges, vectors_of_ranges, strict=True):
-            yield self._block(*documents, vectors)
+            yield self._wrap_block(*documents, vectors)
 
-    def _resident_blocks(self, resident: StoredTokens) -> Iterator[Block]:
-        """Iterate over documents in the memory of the device, in blocks.
+    def _divide_resident(self, resident: StoredTokens) -> Iterator[Block]:
+        """Divide documents in the memory of the device into blocks, and iterate over them.
 
         Args:
             resident: vectors of all documents of the device.
@@ -556,9 +557,9 @@ class DeviceDocuments:
             first_document, end_document = documents
             start = int(offsets[first_document]) - first_token
             end = int(offsets[end_document]) - first_token
-            yield self._block(first_document, end_document, resident.tokens(start, end))
+            yield self._wrap_block(first_document, end_document, resident.tokens(start, end))
 
-    def _block(self, first_document: int, end_document: int, vectors: StoredTokens) -> Block:
+    def _wrap_block(self, first_document: int, end_document: int, vectors: StoredTokens) -> Block:
         """Wrap packed vectors as a block, padded if all documents have the same length.
 
         Args:
@@ -575,7 +576,7 @@ class DeviceDocuments:
         offsets = self.offsets[start : end + 1]
         return Block(first_document, end_document, vectors, (offsets - offsets[0]).int())
 
-    def _streamed(self, ranges: Sequence[tuple[int, int]]) -> Iterator[StoredTokens]:
+    def _stream(self, ranges: Sequence[tuple[int, int]]) -> Iterator[StoredTokens]:
         """Copy ranges of documents to the GPU, ahead of the computation.
 
         Yielded vectors are overwritten after the next ones have been requested.
@@ -791,8 +792,8 @@ def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) ->
     Args:
         shards: token vectors of documents.
         storage: ``"int8"``, ``"fp16"`` or ``"int4"``.
-        pool_factor: number of token vectors per cluster, as in :func:`pool_documents`. 1 does not
-            pool.
+        pool_factor: number of a document's token vectors that are replaced by one mean, on average.
+            1 does not pool.
 
     Yields:
         The documents of each shard.

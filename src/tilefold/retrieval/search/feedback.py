@@ -324,8 +324,8 @@ def expand_sparse(
     weight_rows = [np.zeros(0, np.float32)]
     lengths: list[int] = []
     for row, query in enumerate(queries.ids):
-        best, worst = _document_rows(query, run, documents.row_of, feedback)
-        terms, weights = _expanded_row(queries.row(row), best, worst, documents, feedback)
+        best, worst = _find_document_rows(query, run, documents.row_of, feedback)
+        terms, weights = _expand_row(queries.row(row), best, worst, documents, feedback)
         term_rows.append(terms)
         weight_rows.append(weights)
         lengths.append(len(terms))
@@ -355,7 +355,7 @@ def expand_dense(
         documents: document vectors ``[N, D]``, at least of the documents of
             :func:`feedback_documents`.
         document_ids: ids of the rows of `documents`.
-        run: query id -> document id -> score, best first, as in :func:`expand_sparse`.
+        run: query id -> document id -> score, best first. A query without documents is not changed.
         feedback: options of feedback.
 
     Returns:
@@ -388,7 +388,7 @@ def expand_dense(
     row_of = {document: row for row, document in enumerate(document_ids)}
     expanded = queries.float().clone()
     for query_row, query_id in enumerate(query_ids):
-        best, worst = _document_rows(query_id, run, row_of, feedback)
+        best, worst = _find_document_rows(query_id, run, row_of, feedback)
         if not best:
             continue
         query_weight, best_weight, worst_weight = feedback.weights(len(best), len(worst))
@@ -409,7 +409,7 @@ def expand_dense(
     return expanded
 
 
-def _document_rows(
+def _find_document_rows(
     query: str,
     run: Run,
     row_of: Mapping[str, int],
@@ -450,7 +450,7 @@ def _check_fits_float32(largest: float) -> None:
         )
 
 
-def _expanded_row(
+def _expand_row(
     query: Row,
     best: list[int],
     worst: list[int],

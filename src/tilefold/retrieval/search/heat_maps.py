@@ -131,7 +131,7 @@ def patch_grid(
     encoder: Any = model
     is_patch = tokens.input_ids == _image_token_id(encoder.processor)
     n_patches = int(is_patch.sum())
-    grid = _grid_of_patches(encoder, image, tokens, n_patches)
+    grid = _create_grid(encoder, image, tokens, n_patches)
     if len(grid.patch_cells) != n_patches:
         raise DataError(
             f"image: expected {len(grid.patch_cells)} patches of a grid of {grid.n_rows} x "
@@ -176,7 +176,7 @@ def _image_token_id(processor: Any) -> int:
     return int(tokenizer.convert_tokens_to_ids(str(image_token)))
 
 
-def _grid_of_patches(
+def _create_grid(
     model: Any,
     image: Image,
     tokens: ScoredTokens,
@@ -197,9 +197,9 @@ def _grid_of_patches(
     # complete image is the only tile.
     can_divide_images = getattr(image_processor, "do_image_splitting", None) is not None
     if can_divide_images:
-        n_tile_rows, n_tile_columns = _tiles_of_image(model, image)
+        n_tile_rows, n_tile_columns = _count_tiles(model, image)
         n_tiles = n_tile_rows * n_tile_columns + 1  # the last tile is the complete image
-        return _grid_of_tiles(n_tile_rows, n_tile_columns, n_patches // n_tiles)
+        return _create_grid_of_tiles(n_tile_rows, n_tile_columns, n_patches // n_tiles)
     sizes = tokens.features.get("image_grid_thw")
     if sizes is not None:
         # The grid is counted before merge_size x merge_size patches are merged into one token. The
@@ -214,8 +214,8 @@ def _grid_of_patches(
     return _Grid(n_rows, n_columns, _row_major_cells(n_rows, n_columns))
 
 
-def _tiles_of_image(model: Any, image: Image) -> tuple[int, int]:
-    """Return how many rows and columns of tiles a processor divides an image into.
+def _count_tiles(model: Any, image: Image) -> tuple[int, int]:
+    """Count the rows and the columns of tiles into which a processor divides an image.
 
     Both are 0 for an image that is not divided.
 
@@ -233,7 +233,7 @@ def _tiles_of_image(model: Any, image: Image) -> tuple[int, int]:
     return int(processed["rows"][0][0]), int(processed["cols"][0][0])
 
 
-def _grid_of_tiles(n_tile_rows: int, n_tile_columns: int, n_patches_of_tile: int) -> _Grid:
+def _create_grid_of_tiles(n_tile_rows: int, n_tile_columns: int, n_patches_of_tile: int) -> _Grid:
     """Return the cells of an image that is divided into tiles, which all have as many patches.
 
     The patches are listed tile by tile. The last tile is the complete image at a lower resolution.

@@ -105,11 +105,11 @@ def rerank(
     check_choice("tail", tail, TAILS)
     _check_vectors_fit(queries, documents)
     _check_run(run, queries)
-    ranked_ids = _best_ids(run, None)
+    ranked_ids = _select_best(run, None)
     candidates = {query: document_ids[:depth] for query, document_ids in ranked_ids.items()}
     late_scores = _score_candidates(candidates, queries, documents, reduction, device, impl)
     return {
-        query: _with_tail(document_ids, late_scores[query], tail)
+        query: _rank_with_tail(document_ids, late_scores[query], tail)
         for query, document_ids in ranked_ids.items()
     }
 
@@ -181,12 +181,12 @@ def _score_candidates(
     compute_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     query_rows = {query: row for row, query in enumerate(queries.ids)}
     late_scores: dict[str, dict[str, float]] = {query: {} for query in candidates}
-    for shard, pairs in sorted(_pairs_by_shard(documents, candidates).items()):
+    for shard, pairs in sorted(_group_pairs_by_shard(documents, candidates).items()):
         vectors = documents if isinstance(documents, TokenVectors) else documents.shard(shard)
         lengths = vectors.offsets.diff().tolist()
         nonempty_pairs = [pair for pair in pairs if lengths[pair.row]]
         pair_rows = torch.tensor([[query_rows[pair.query], pair.row] for pair in nonempty_pairs])
-        scores = _maxsim_scores(
+        scores = _score_pairs(
             queries,
             vectors,
             pair_rows.reshape(-1, 2),
@@ -346,7 +346,7 @@ class Reranker:
         weight = reranking.weight
         # An interpolation keeps all candidates anyway, with their scores before reranking.
         tail: Tail = reranking.tail if weight is None else "drop"
-        passage_ids = self._passages_to_score(run, reranking.depth, by, passages)
+        passage_ids = self._choose_passages(run, reranking.depth, by, passages)
         late_passages: BestPassages = {}
         if passage_ids is None:
             late_run = rerank(
@@ -368,7 +368,7 @@ class Reranker:
             )
             document_run, late_passages = best_passages(passage_run)
             late_run = {
-                query: _with_tail(_ids_by_score(run[query]), scores, tail)
+                query: _rank_with_tail(_sort_by_score(run[query]), scores, tail)
                 for query, scores in document_run.items()
             }
         if weight is None:
@@ -412,10 +412,10 @@ class Reranker:
         Raises:
             MissingDocumentError: if `documents` lacks a candidate.
         """
-        passage_ids = self._passages_to_score(run, depth, by, passages)
+        passage_ids = self._choose_passages(run, depth, by, passages)
         if passage_ids is not None:
             return self._texts_of_passages(passage_ids)
-        candidates = _best_ids(run, depth)
+        candidates = _select_best(run, depth)
         if by == "passage":
             return self._texts_of_passages(candidates)
         return {
@@ -445,14 +445,14 @@ class Reranker:
             raise MissingDocumentError("documents", document_id)
         return document
 
-    def _passages_to_score(
+    def _choose_passages(
         self,
         run: Run,
         depth: int | None,
         by: str,
         passages: BestPassages | None,
     ) -> dict[str, list[str]] | None:
-        """Return the passages that are scored in place of the documents of a run.
+        """Choose the passages that are scored in place of the documents of a run.
 
         Args:
             run: query id -> id of a candidate -> score before reranking.
@@ -469,10 +469,10 @@ class Reranker:
             # Candidates are encoded now: the passages that retrieved them, or else whole documents.
             if not passages:
                 return None
-            return self._retrieved_passages(passages, _best_ids(run, depth))
+            return self._retrieved_passages(passages, _select_best(run, depth))
         if self.passages is None:  # the stored token vectors are those of whole documents
             return None
-        return self._stored_passages(self.tokens, _best_ids(run, depth))
+        return self._stored_passages(self.tokens, _select_best(run, depth))
 
     def _stored_passages(
         self,
@@ -539,12 +539,12 @@ class RerankedRun(NamedTuple):
     passages: BestPassages
 
 
-def _best_ids(run: Mapping[str, Mapping[str, float]], depth: int | None) -> dict[str, list[str]]:
+def _select_best(run: Mapping[str, Mapping[str, float]], depth: int | None) -> dict[str, list[str]]:
     """Return the `depth` best ids of each query, best first; all of them if `depth` is None."""
-    return {query: _ids_by_score(scores)[:depth] for query, scores in run.items()}
+    return {query: _sort_by_score(scores)[:depth] for query, scores in run.items()}
 
 
-def _ids_by_score(scores: Mapping[str, float]) -> list[str]:
+def _sort_by_score(scores: Mapping[str, float]) -> list[str]:
     """Return the ids in descending order of their scores."""
     return sorted(scores, key=lambda document_id: -scores[document_id])
 
@@ -557,7 +557,7 @@ class _Pair(NamedTuple):
     row: int
 
 
-def _pairs_by_shard(
+def _group_pairs_by_shard(
     documents: TokenStore | TokenVectors,
     candidates: Mapping[str, list[str]],
 ) -> dict[int, list[_Pair]]:
@@ -605,7 +605,7 @@ def _pairs_by_shard(
     return pairs
 
 
-def _maxsim_scores(
+def _score_pairs(
     queries: TokenVectors,
     documents: TokenVectors,
     pairs: Tensor,
@@ -654,7 +654,9 @@ def _maxsim_scores(
     return list(scores.tolist())
 
 
-def _with_tail(document_ids: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
+def _rank_with_tail(
+    document_ids: list[str], scores: dict[str, float], tail: Tail
+) -> dict[str, float]:
     """Rank documents by their scores, and keep or drop the documents without a score (the tail).
 
     Documents of the tail get scores below the lowest score, in the order of `document_ids`.

@@ -460,7 +460,7 @@ class Searcher:
         self._check_documents_are_of_index(ranking)
         if request.reranking is not None:
             ranking = self.rerank(queries, ranking, request.reranking)
-        records = self._records(ranking, request.k)
+        records = self._create_records(ranking, request.k)
         if request.explain:
             self._add_matches(records, ranking, query)
         return records
@@ -478,7 +478,7 @@ class Searcher:
                 "the documents that were added to the index.",
             )
 
-    def _records(self, ranking: Ranking, k: int) -> list[Json]:
+    def _create_records(self, ranking: Ranking, k: int) -> list[Json]:
         """Describe the best results of a query as records that can be written as JSON.
 
         Args:
@@ -543,11 +543,11 @@ class Searcher:
                 as pooled vectors.
         """
         self._check_can_explain(with_reranker=with_reranker)
-        explained_query = self._explained_query(query, with_reranker=with_reranker)
+        explained_query = self._encode_explained_query(query, with_reranker=with_reranker)
         explanations: dict[str, Explanation] = {}
         for vector_id in ids:  # one by one, since page images are large
             item = self.encoded_item(vector_id, with_reranker=with_reranker)
-            (vectors,) = self._document_vectors({vector_id: item}, with_reranker=with_reranker)
+            (vectors,) = self._read_document_vectors({vector_id: item}, with_reranker=with_reranker)
             explanations[vector_id] = explained_query.explain(vector_id, item, vectors)
         return explanations
 
@@ -569,14 +569,14 @@ class Searcher:
             Id -> explanation.
         """
         self._check_can_explain(with_reranker=with_reranker)
-        vectors = self._document_vectors(items, with_reranker=with_reranker)
-        explained_query = self._explained_query(query, with_reranker=with_reranker)
+        vectors = self._read_document_vectors(items, with_reranker=with_reranker)
+        explained_query = self._encode_explained_query(query, with_reranker=with_reranker)
         return {
             vector_id: explained_query.explain(vector_id, item, document_vectors)
             for (vector_id, item), document_vectors in zip(items.items(), vectors, strict=True)
         }
 
-    def _explained_query(self, query: str, *, with_reranker: bool) -> ExplainedQuery:
+    def _encode_explained_query(self, query: str, *, with_reranker: bool) -> ExplainedQuery:
         """Encode a query whose scores of late interaction are explained.
 
         Args:
@@ -594,13 +594,13 @@ class Searcher:
         query_vectors = retriever.encode({_QUERY: query})
         return ExplainedQuery(retriever.model, query, query_vectors.rows(0))
 
-    def _document_vectors(
+    def _read_document_vectors(
         self,
         items: Mapping[str, str | Image],
         *,
         with_reranker: bool,
     ) -> list[Tensor]:
-        """Return the token vectors of documents by which they were scored.
+        """Read the token vectors by which documents were scored, or encode the documents.
 
         Args:
             items: id of a document or passage -> its text or page image, as it was encoded.
@@ -761,7 +761,7 @@ class Searcher:
         if request.feedback is not None:
             self._apply_feedback(ranking, retriever, query_ids, run, request.feedback)
             run = self._search_index(ranking, retriever, query_ids, request.candidates, request)
-        ranking.run = _truncated(run, request.candidates)
+        ranking.run = _truncate(run, request.candidates)
         ranking.stages[self.stage] = ranking.run
 
     def _retrieve_interpolated(
@@ -789,7 +789,7 @@ class Searcher:
             self._apply_feedback(ranking, retriever, query_ids, feedback_run, request.feedback)
             run = self._search_index(ranking, retriever, query_ids, depth, request)
         interpolated_run = interpolation.after_feedback(run, second_run, depth)
-        ranking.run = _truncated(interpolated_run, request.candidates)
+        ranking.run = _truncate(interpolated_run, request.candidates)
         # A result of the interpolated run may have a low rank in this index. The whole run is
         # stored, so that the result's score in this index can be reported.
         ranking.stages[self.stage] = run
@@ -910,7 +910,7 @@ class Searcher:
             return run
         second_run = self.second_run(queries, depth, request)
         interpolated_run = interpolation.mix(run, second_run, depth)
-        return _truncated(interpolated_run, request.candidates)
+        return _truncate(interpolated_run, request.candidates)
 
     def rerank(
         self,
@@ -957,7 +957,7 @@ class Searcher:
         passages = dict(ranking.passages)
         if reranked.passages:
             passages[_LATE_STAGE] = reranked.passages
-        late_run = _truncated(reranked.late_run, reranking.depth)
+        late_run = _truncate(reranked.late_run, reranking.depth)
         return replace(
             ranking,
             run=reranked.run,
@@ -1343,6 +1343,6 @@ def _weight_by_term(row: Row) -> dict[int, float]:
     return dict(zip(terms.tolist(), weights.tolist(), strict=True))
 
 
-def _truncated(run: Mapping[str, Mapping[str, float]], k: int | None) -> Run:
+def _truncate(run: Mapping[str, Mapping[str, float]], k: int | None) -> Run:
     """Return the first `k` results of each query; all of them if `k` is None."""
     return {query: dict(list(scores.items())[:k]) for query, scores in run.items()}

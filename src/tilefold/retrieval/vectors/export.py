@@ -381,7 +381,7 @@ class _Documents:
                     weight_by_name[term_names[term]] = float(decimal)
                 fields = {"id": document_id}
                 if texts is not None:
-                    fields["text"] = _text_of(texts, document_id)
+                    fields["text"] = _read_text(texts, document_id)
                 yield document_id, fields, weight_by_name
 
 
@@ -501,7 +501,7 @@ def _check_id(document_id: str, engine: str, id_problem: ProblemOf) -> None:
         )
 
 
-def _text_of(texts: Mapping[str, str], document_id: str) -> str:
+def _read_text(texts: Mapping[str, str], document_id: str) -> str:
     """Return the text of a document.
 
     Args:
@@ -575,7 +575,7 @@ def _name_terms(
         raise ArgumentDataError(
             "tokens",
             f"{documents.engine} does not accept a term whose name {first_problem}, got "
-            f"{_first_items(descriptions)}{more_problems}. {remedy}.",
+            f"{_join_first_items(descriptions)}{more_problems}. {remedy}.",
         )
     _check_distinct(names, documents.is_used)
     return names
@@ -597,12 +597,12 @@ def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> Non
     if repeated:
         raise ArgumentDataError(
             "tokens",
-            f"expected distinct names of terms, got {_first_items(repeated)} twice. "
+            f"expected distinct names of terms, got {_join_first_items(repeated)} twice. "
             f"{_NUMBERS_REMEDY}.",
         )
 
 
-def _first_items(items: list[str]) -> str:
+def _join_first_items(items: list[str]) -> str:
     """Join the first items for an error, with the number of the remaining ones."""
     shown = ", ".join(items[:_LISTED_NAMES])
     n_more = len(items) - _LISTED_NAMES

@@ -100,7 +100,7 @@ class SparseVectors:
             position = int(repeated[0])
             raise DataError(
                 f"indices: term {self.indices[position]} occurs twice in the row of "
-                f"{self._owner(position)}.",
+                f"{self._row_id_at(position)}.",
             )
 
     def _check(self) -> None:
@@ -125,15 +125,16 @@ class SparseVectors:
         if position is not None:
             raise DataError(
                 f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[position]} "
-                f"for {self._owner(position)}. Were the vectors computed with another vocabulary?",
+                f"for {self._row_id_at(position)}. Were the vectors computed with another "
+                "vocabulary?",
             )
         position = first_invalid_weight(self.data)
         if position is not None:
             n_invalid = int((~np.isfinite(self.data) | (self.data < 0)).sum())
             raise DataError(
                 f"data: expected finite weights of at least 0, got {self.data[position]} for "
-                f"{self._owner(position)} ({n_invalid} in all). Check the model's output and its "
-                "activation.",
+                f"{self._row_id_at(position)} ({n_invalid} in all). Check the model's output and "
+                "its activation.",
             )
 
     def _in_order(self) -> bool:
@@ -150,7 +151,7 @@ class SparseVectors:
         rises[inner_starts - 1] = True
         return bool(rises.all())
 
-    def _owner(self, position: int) -> str:
+    def _row_id_at(self, position: int) -> str:
         """Return the id of the row that has the entry at a position, for errors."""
         return repr(self.ids[int(np.searchsorted(self.indptr, position, side="right")) - 1])
 
@@ -216,7 +217,7 @@ class SparseVectors:
                 f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.",
             )
         fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
-        rows, columns, values = _coordinates_of(matrix.detach())
+        rows, columns, values = _extract_coordinates(matrix.detach())
         keep = (values > min_weight) | (values < 0) | values.isnan()
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
         return cls(
@@ -414,7 +415,7 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
     check_same_vocabulary(index, queries, "the index", "queries")
 
 
-def _coordinates_of(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _extract_coordinates(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows, the columns and the values of the entries of a matrix.
 
     Args:

@@ -406,7 +406,7 @@ def export_jsonl(
     check_vectors("vectors", vectors)
     if contents is not None:
         check_mapping("contents", contents, "id -> text")
-    term_names = None if tokens is None else _names_of_terms(vectors, tokens)
+    term_names = None if tokens is None else _name_terms(vectors, tokens)
     with (
         exported_file(path_of("path", path), overwrite=overwrite) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
@@ -425,7 +425,7 @@ def export_jsonl(
             stream.write(json_line({"id": row_id, "contents": text, "vector": vector}))
 
 
-def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> list[str]:
+def _name_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> list[str]:
     """Return the name of each term: its token, or ``[term_5]`` for a term without a token.
 
     Args:

@@ -54,10 +54,10 @@ def read_token_file(path: str | Path) -> TokenVectors:
     try:
         ids = stored_ids
         if "embeddings" in tensors:  # padded
-            vectors = _without_padding(tensors["embeddings"].float(), tensors.get("mask"))
+            vectors = _remove_padding(tensors["embeddings"].float(), tensors.get("mask"))
         elif "values" in tensors and "offsets" in tensors:  # packed
             lengths = tensors["offsets"].long().diff().tolist()
-            vectors = list(torch.split(_scaled_values(tensors), lengths))
+            vectors = list(torch.split(_scale_values(tensors), lengths))
         else:  # an array for each text
             ids = list(tensors)
             vectors = [tensor.float() for tensor in tensors.values()]
@@ -70,7 +70,7 @@ def read_token_file(path: str | Path) -> TokenVectors:
         raise DataError(f"{file}: {_LAYOUTS}. Got {shapes or 'none'} ({error}).") from error
 
 
-def _scaled_values(tensors: dict[str, Tensor]) -> Tensor:
+def _scale_values(tensors: dict[str, Tensor]) -> Tensor:
     """Return packed token vectors ``[T, D]`` in fp32, multiplied by their scales.
 
     Args:
@@ -91,7 +91,7 @@ def _scaled_values(tensors: dict[str, Tensor]) -> Tensor:
     return values.float() * scales.float()[:, None]
 
 
-def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
+def _remove_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
     """Split padded token vectors into the vectors ``[n, D]`` of each text.
 
     Args:

@@ -85,7 +85,7 @@ class TokenVectors:
         if self.offsets.dtype != torch.int64 or tuple(self.offsets.shape) != (n_texts + 1,):
             raise DataError(
                 f"offsets: expected {n_texts + 1} int64 offsets for {n_texts} ids, got "
-                f"{_described(self.offsets)}.",
+                f"{_describe(self.offsets)}.",
             )
         check_offsets(self.offsets.cpu().numpy(), self.values.size(0), "offsets")
 
@@ -208,13 +208,13 @@ def check_values(values: Tensor, scales: Tensor | None) -> None:
         scales: must be ``[T]`` in fp32 for int8 values, and None for floats.
     """
     if values.dim() != 2 or values.dtype not in _DTYPES.values():
-        raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
+        raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_describe(values)}.")
     if (scales is not None) != (values.dtype == torch.int8):
         raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
     if scales is not None and (
         scales.dtype != torch.float32 or tuple(scales.shape) != (values.size(0),)
     ):
-        raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(scales)}.")
+        raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_describe(scales)}.")
 
 
 def check_finite(
@@ -268,7 +268,7 @@ def describe_first_invalid(
     return f"{numbers[first_index].item()} for {ids[text]!r}"
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     """Return dtype and shape of a tensor, for an error."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
@@ -361,7 +361,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
             raise ArgumentDataError(
                 "vectors",
                 f"expected D={dimension} in {dtype} as in the folder, "
-                f"got {_described(vectors.values)}.",
+                f"got {_describe(vectors.values)}.",
             )
 
     def _counts(self, vectors: TokenVectors) -> dict[str, int]:

@@ -301,7 +301,7 @@ class QdrantCollection:
                 stacklevel=3,
             )
             precisions[kind] = joined_precisions([precision, stored_precision]) or precision
-        field_kinds = self._merged_field_kinds(documents)
+        field_kinds = self._merge_field_kinds(documents)
         self._start_change(replace(self._record, precisions=precisions, kinds=field_kinds))
         self._put(documents, batch_size, progress, resume=False)
 
@@ -403,9 +403,9 @@ class QdrantCollection:
 
     def count(self, where: Where = None) -> int:
         """Return the number of documents that match a filter, or of all documents."""
-        return self._engine.count(self._checked_filter(where))
+        return self._engine.count(self._parse_filter(where))
 
-    def _checked_filter(self, where: Where) -> Filter | None:
+    def _parse_filter(self, where: Where) -> Filter | None:
         """Parse a filter, and check that a document can match its conditions.
 
         Args:
@@ -452,7 +452,7 @@ class QdrantCollection:
         check_instance("documents", documents, Documents, "Documents(ids, vectors)")
         documents.check_compatible(self.layout, self.location)
 
-    def _merged_field_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
+    def _merge_field_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
         """Return the types of values per field after an upsert.
 
         Args:
@@ -490,7 +490,7 @@ class QdrantCollection:
     def payloads(self, ids: Sequence[str]) -> dict[str, Json]:
         """Return the payloads of documents by id. Unknown ids are skipped."""
         payload_by_id = {}
-        for point in self._points(ids, with_vectors=False):
+        for point in self._fetch_points(ids, with_vectors=False):
             payload = dict(point.payload)
             document_id = payload.pop(ID)
             payload_by_id[document_id] = payload
@@ -507,7 +507,7 @@ class QdrantCollection:
         """
         ids = checked_ids(ids)
         weights_by_id: dict[str, dict[int, float]] = {}
-        for point in self._points(ids, with_vectors=True):
+        for point in self._fetch_points(ids, with_vectors=True):
             terms, weights = point.vectors.get(SPARSE, ([], []))
             weights_by_id[point.payload[ID]] = dict(zip(terms, weights, strict=True))
         # A collection without sparse vectors has no vocabulary. Its rows are empty.
@@ -529,7 +529,7 @@ class QdrantCollection:
                 return True
         return False
 
-    def _points(self, ids: Sequence[str], *, with_vectors: bool) -> Iterator[Point]:
+    def _fetch_points(self, ids: Sequence[str], *, with_vectors: bool) -> Iterator[Point]:
         """Iterate over the documents with these ids, in any order.
 
         Args:
@@ -599,7 +599,7 @@ class QdrantCollection:
             )
             if stage is not None:
                 stage_of_rows[row] = stage
-        parsed_filter = self._checked_filter(where)
+        parsed_filter = self._parse_filter(where)
         rankings = self._engine.query(list(stage_of_rows.values()), parsed_filter)
         hits: list[list[Hit]] = [[] for _ in range(len(queries))]
         for (row, stage), ranking in zip(stage_of_rows.items(), rankings, strict=True):

@@ -92,7 +92,7 @@ class Queries:
             check_vectors("sparse", self.sparse)
             self._check_same_ids("sparse", self.sparse.ids)
         if self.dense is not None:
-            self.dense = _finite_array(self.dense, self.ids)
+            self.dense = _to_finite_array(self.dense, self.ids)
         if self.tokens is not None:
             check_instance("tokens", self.tokens, TokenVectors, "encode_texts(model, texts)")
             self._check_same_ids("tokens", self.tokens.ids)
@@ -363,7 +363,7 @@ class Documents(Queries):
         return hasher.hexdigest()
 
 
-def _described_passages(passages: str | None) -> str:
+def _describe_passages(passages: str | None) -> str:
     """Describe how documents were divided, for an error."""
     return f"passages ({passages})" if passages else "whole documents"
 
@@ -377,8 +377,8 @@ def _check_passages_and_weights(sparse: SparseVectors, layout: Layout, location:
         location: folder or address of the collection, for errors.
     """
     if sparse.provenance.passages != layout.passages:
-        expected = _described_passages(layout.passages)
-        actual = _described_passages(sparse.provenance.passages)
+        expected = _describe_passages(layout.passages)
+        actual = _describe_passages(sparse.provenance.passages)
         raise ArgumentDataError(
             "documents",
             f"expected {expected} as in {location}, got {actual}. Encode the documents with the "
@@ -419,7 +419,7 @@ def _check_finite_tokens(tokens: TokenVectors) -> None:
         )
 
 
-def _finite_array(dense: object, ids: list[str]) -> Dense:
+def _to_finite_array(dense: object, ids: list[str]) -> Dense:
     """Return dense vectors as float32 ``[N, D]`` on the CPU.
 
     Args:

@@ -162,7 +162,7 @@ class EdgeEngine(Engine):
         # With m = 0 links per node, no HNSW graph is built. MaxSim then compares all documents and
         # is exact. The other arguments are required, but have no effect without a graph.
         no_graph = edge.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=10_000)
-        vectors = self._vector_params(
+        vectors = self._create_vector_params(
             layout,
             edge.EdgeVectorParams,
             distances={"dot": edge.Distance.Dot, "cosine": edge.Distance.Cosine},
@@ -189,6 +189,7 @@ class EdgeEngine(Engine):
         write_json_object(self.folder / RECORD, record.to_dict())
 
     def drop(self) -> None:
+        """Remove the collection from the folder, and leave the folder locked."""
         # The record is removed first. If the process is killed afterwards, the other files are no
         # collection without it.
         (self.folder / RECORD).unlink(missing_ok=True)
@@ -286,21 +287,22 @@ class EdgeEngine(Engine):
                 stacklevel=4,
             )
 
-    def _query_arguments(self, stage: Stage) -> Json:
+    def _create_query_arguments(self, stage: Stage) -> Json:
+        """Create the arguments with which the engine searches or fuses in a stage."""
         if stage.fusion == "rrf":
             # The engine counts ranks from 0.
             return {"query": self.api.Fusion.Rrf(stage.rank_constant + 1)}
         if stage.fusion:
             return {"query": self.api.Fusion.Dbsf()}
-        vector = self._vector(stage.using, stage.vector)
+        vector = self._convert_vector(stage.using, stage.vector)
         return {"query": self.api.Query.Nearest(vector, using=stage.using)}
 
-    def _match(self, value: object) -> object:
+    def _create_match(self, value: object) -> object:
         # The engine treats Python's bool as an integer, so True would match 1. It treats numpy's
         # bool as a truth value.
-        return super()._match(np.bool_(value) if isinstance(value, bool) else value)
+        return super()._create_match(np.bool_(value) if isinstance(value, bool) else value)
 
-    def _empty(self, name: str) -> object:
+    def _create_empty_condition(self, name: str) -> object:
         return self.api.IsEmptyCondition(name)
 
     def _call(self, method: str, *arguments: object) -> Any:

@@ -298,9 +298,9 @@ class Engine(Protocol):
     def _page(self, offset: object) -> tuple[list[Any], Any]: ...
     def _count(self, client_filter: object) -> int: ...
     def _query_batch(self, requests: Sequence[object]) -> list[Any]: ...
-    def _query_arguments(self, stage: Stage) -> Json: ...
+    def _create_query_arguments(self, stage: Stage) -> Json: ...
 
-    def _vector_params(
+    def _create_vector_params(
         self,
         layout: Layout,
         params_type: ClientType,
@@ -308,7 +308,7 @@ class Engine(Protocol):
         distances: Mapping[str, object],
         maxsim_options: Mapping[str, object],
     ) -> Json:
-        """Return the client's parameters of dense and token vectors.
+        """Create the client's parameters of dense and token vectors.
 
         Args:
             layout: the layout of the collection.
@@ -335,7 +335,9 @@ class Engine(Protocol):
         """Add documents, or replace documents with the same keys."""
         client_points = []
         for point in points:
-            vectors = {kind: self._vector(kind, vector) for kind, vector in point.vectors.items()}
+            vectors = {
+                kind: self._convert_vector(kind, vector) for kind, vector in point.vectors.items()
+            }
             client_points.append(
                 self.point_type(id=point.key, vector=vectors, payload=point.payload),
             )
@@ -390,14 +392,14 @@ class Engine(Protocol):
         results: list[list[tuple[str, float]]] = []
         for start in range(0, len(queries), self.batch_queries):
             requests = [
-                self._request(self.api.QueryRequest, stage, client_filter, with_payload=[ID])
+                self._convert_stage(self.api.QueryRequest, stage, client_filter, with_payload=[ID])
                 for stage in queries[start : start + self.batch_queries]
             ]
             for points in self._query_batch(requests):
                 results.append([(point.payload[ID], float(point.score)) for point in points])
         return results
 
-    def _request(
+    def _convert_stage(
         self,
         request_type: ClientType,
         stage: Stage,
@@ -416,7 +418,7 @@ class Engine(Protocol):
             options: additional arguments of the request.
         """
         prefetches = [
-            self._request(self.api.Prefetch, earlier_stage, client_filter)
+            self._convert_stage(self.api.Prefetch, earlier_stage, client_filter)
             for earlier_stage in stage.earlier
         ]
         return request_type(
@@ -425,10 +427,10 @@ class Engine(Protocol):
             params=self.api.SearchParams(exact=True) if stage.exact else None,
             **{self.prefetch_argument: prefetches or None},
             **options,
-            **self._query_arguments(stage),
+            **self._create_query_arguments(stage),
         )
 
-    def _vector(self, kind: str, vector: Any) -> object:
+    def _convert_vector(self, kind: str, vector: Any) -> object:
         """Convert a vector of a :class:`Point` to the client's type."""
         if kind != SPARSE:
             return vector
@@ -440,11 +442,11 @@ class Engine(Protocol):
         if where is None:
             return None
         required, excluded = where.conditions()
-        must = [self._condition(name, condition) for name, condition in required]
-        must_not = [self._condition(name, condition) for name, condition in excluded]
+        must = [self._convert_condition(name, condition) for name, condition in required]
+        must_not = [self._convert_condition(name, condition) for name, condition in excluded]
         return self.api.Filter(must=must or None, must_not=must_not or None)
 
-    def _condition(self, name: str, condition: Condition) -> object:
+    def _convert_condition(self, name: str, condition: Condition) -> object:
         """Convert the condition on a field to the client's type.
 
         Args:
@@ -452,16 +454,16 @@ class Engine(Protocol):
             condition: a range, a list of values, or an empty condition for no value.
         """
         if not condition:
-            return self._empty(name)
+            return self._create_empty_condition(name)
         if isinstance(condition, dict):
-            return self._in_range(name, condition)
+            return self._create_range_condition(name, condition)
         if len(condition) == 1:
-            match = self._match(condition[0])
+            match = self._create_match(condition[0])
         else:
             match = self.api.MatchAny(any=condition)
         return self.api.FieldCondition(key=name, match=match)
 
-    def _in_range(self, name: str, bounds: Bounds) -> object:
+    def _create_range_condition(self, name: str, bounds: Bounds) -> object:
         """Create the condition that a number of a field satisfies all bounds.
 
         Qdrant rounds integers to float64 before it compares them with a range, so a large integer
@@ -476,23 +478,23 @@ class Engine(Protocol):
         alternatives = []
         if rounded.interval is not None:
             # Numbers whose float64 is in the interval.
-            alternatives.append(self._in_interval(name, *rounded.interval))
+            alternatives.append(self._create_interval_condition(name, *rounded.interval))
         if rounded.integers:
             # Integers in the range whose float64 is not in the interval.
-            alternatives.append(self._one_of(name, rounded.integers))
+            alternatives.append(self._create_value_condition(name, rounded.integers))
         for value, excluded in rounded.boundaries:
             # Numbers that round to a limit, except the integers that are really out of range.
             boundary = self.api.Filter(
-                must=[self._in_interval(name, value, value)],
-                must_not=[self._one_of(name, excluded)],
+                must=[self._create_interval_condition(name, value, value)],
+                must_not=[self._create_value_condition(name, excluded)],
             )
             alternatives.append(boundary)
         if not alternatives:
             # An empty list of values matches nothing.
-            return self._one_of(name, [])
+            return self._create_value_condition(name, [])
         return alternatives[0] if len(alternatives) == 1 else self.api.Filter(should=alternatives)
 
-    def _in_interval(self, name: str, low: float, high: float) -> object:
+    def _create_interval_condition(self, name: str, low: float, high: float) -> object:
         """Create the condition that a number of a field is in a closed interval."""
         # Requests are written as JSON, which has no infinity.
         interval = self.range_type(
@@ -501,15 +503,15 @@ class Engine(Protocol):
         )
         return self.api.FieldCondition(key=name, range=interval)
 
-    def _one_of(self, name: str, integers: list[int]) -> object:
+    def _create_value_condition(self, name: str, integers: list[int]) -> object:
         """Create the condition that a field has one of some integers."""
         return self.api.FieldCondition(key=name, match=self.api.MatchAny(any=integers))
 
-    def _empty(self, name: str) -> object:
+    def _create_empty_condition(self, name: str) -> object:
         """Create the condition that a field has no value."""
         return self.api.IsEmptyCondition(is_empty=self.api.PayloadField(key=name))
 
-    def _match(self, value: object) -> object:
+    def _create_match(self, value: object) -> object:
         """Create the client's object that matches one value."""
         return self.api.MatchValue(value=value)
 

@@ -160,7 +160,7 @@ class ServerEngine(Engine):
         """
         qdrant = self.api
         layout = record.layout
-        vectors = self._vector_params(
+        vectors = self._create_vector_params(
             layout,
             qdrant.VectorParams,
             distances={"dot": qdrant.Distance.DOT, "cosine": qdrant.Distance.COSINE},
@@ -230,7 +230,7 @@ class ServerEngine(Engine):
     def close(self) -> None:
         self._client.close()
 
-    def _query_arguments(self, stage: Stage) -> Json:
+    def _create_query_arguments(self, stage: Stage) -> Json:
         """Return the arguments with which the client searches or fuses in a stage."""
         qdrant = self.api
         if stage.fusion == "rrf":
@@ -238,7 +238,7 @@ class ServerEngine(Engine):
             return {"query": qdrant.RrfQuery(rrf=qdrant.Rrf(k=stage.rank_constant + 1))}
         if stage.fusion:
             return {"query": qdrant.FusionQuery(fusion=qdrant.Fusion.DBSF)}
-        vector = self._vector(stage.using, stage.vector)
+        vector = self._convert_vector(stage.using, stage.vector)
         return {"query": qdrant.NearestQuery(nearest=vector), "using": stage.using}
 
     def _send(self, method: str, *arguments: object, **options: object) -> Any:
