@@ -89,13 +89,9 @@ class Provenance:
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
-        """Return the provenance of vectors that are joined from several parts.
+        """Return the provenance of vectors that are joined from several parts, at least one.
 
-        Fields that differ between parts become None, except for the precision, which lists the
-        precisions of all parts.
-
-        Args:
-            parts: the provenance of each part, at least one.
+        Fields that differ become None, but the precision lists the precisions of all parts.
         """
         all_parts = list(parts)
         equal_fields = {}

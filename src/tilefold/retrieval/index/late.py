@@ -257,8 +257,7 @@ class LateIndex(TorchIndex):
     ) -> LateIndex:
         """Write an index atomically, and open it.
 
-        A large collection gets centroids, which find the candidates of a query, and the number of
-        candidates is chosen by their recall.
+        A large collection gets centroids, which find the candidates of a query.
 
         Args:
             folder: the folder of the index.

@@ -508,8 +508,7 @@ class Migration:
     ) -> Any:
         """Encode the documents of a change with the model of the standby.
 
-        The standby is the index that is not searched: the new one until the cut-over, which
-        exchanges both, and then the old one.
+        The standby is the index that is not searched: the new one, and after the cut-over the old.
 
         Args:
             change: the change.

@@ -153,9 +153,7 @@ class Feedback:
     def weights(self, n_best: int, n_worst: int) -> tuple[float, float, float]:
         """Return the weights of the query, of each best document and of each worst document.
 
-        Args:
-            n_best: number of best documents, over which their weight is divided.
-            n_worst: number of worst documents, over which their weight is divided.
+        The weight of all best (or worst) documents is divided by their number.
         """
         if self.method == "average":
             return 1 / (1 + n_best), 1 / (1 + n_best), 0.0

@@ -414,6 +414,7 @@ class Checksums:
         if verify:
             self._check_files(files)
         self._sizes = {name: entry.get("bytes") for name, entry in files.items()}
+        # The files are intact, but another version of the engine may change them on opening.
         if value.get("engine") != self._engine_version:
             self.remove()
 
@@ -497,7 +498,8 @@ def _sha256(file: Path) -> str:
     """Compute a SHA-256 that identifies the content of a file of the engine.
 
     The text of a JSON file is digested with sorted keys, because the engine reorders them. Other
-    files are large sparse files. Their blocks that are not zero are digested, with their positions.
+    files are large, and mostly zeros: only blocks with other bytes are digested, with their
+    positions.
     """
     if file.suffix == ".json":
         content = file.read_bytes()
