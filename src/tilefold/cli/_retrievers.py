@@ -658,7 +658,7 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class SearcherParts:
-    """What a searcher may have besides its index and its model.
+    """Optional parts of a searcher, in addition to its index and its model.
 
     Attributes:
         documents: the documents by id, whose titles and passages hits show.
