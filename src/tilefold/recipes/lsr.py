@@ -429,11 +429,11 @@ def _routing_arguments(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]
 
     Returns:
         ``router_mapping``, column -> encoder; and ``learning_rate_mapping`` if the recipe sets a
-        learning rate for IDF weights of queries. Empty if one encoder has no routes, and so treats
-        queries and documents alike.
+        learning rate for IDF weights of queries. Empty if one encoder encodes queries and documents
+        in the same way.
     """
-    has_one_route = recipe.query is None and not recipe.document.has_routes
-    if has_one_route:
+    encodes_both_alike = recipe.query is None and not recipe.document.has_routes
+    if encodes_both_alike:
         return {}
     routes = {}
     for column in job.examples.columns:

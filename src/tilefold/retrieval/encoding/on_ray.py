@@ -72,8 +72,8 @@ ATTEMPTS_SUFFIX = ".tries.tmp"
 _APPEAR_POLL_SECONDS = 0.2
 _DEFAULT_CORES = 4  # maximum number of cores of a worker without a GPU
 _MIN_CONNECT_SECONDS = 0.1  # shortest time-out of an attempt to connect
-_RETRY_SECONDS = 1.0  # pause between two attempts to connect, if the time-out is long enough for
-_MIN_ATTEMPTS = 10  # about this many attempts
+_RETRY_SECONDS = 1.0  # longest pause between two attempts to connect
+_MIN_ATTEMPTS = 10  # a short time-out leaves time for about this many attempts
 
 
 class ClusterError(ConnectionError):

@@ -335,7 +335,7 @@ class _FeatureGroup:
         }
 
     def accepts(self, positions: Sequence[int], features: Mapping[str, Any]) -> bool:
-        """Return whether features can be appended, because only their numbers of pages differ.
+        """Return whether features can be appended: they may differ only in the number of pages.
 
         All other sizes, the number types and the features that are not tensors must be equal.
 
@@ -625,7 +625,7 @@ class _PageWorker:
         """Wait for the features of a task's pages; None if the process has ended instead.
 
         The process returns the results of tasks in their order. It has written the tensors of the
-        features to the task's buffer, which they share.
+        features to the task's buffer, memory that it shares with this process.
 
         Args:
             task: the oldest task without a result.

@@ -134,10 +134,10 @@ def _with_image_tokens(features: Any, model: Any, images: Sequence[Image]) -> di
 
 
 def add_image_tokens(model: Model) -> None:
-    """Let ``preprocess`` of a model return the token ids of images, which it may leave out.
+    """Let ``preprocess`` of a model return the token ids of images, which some models leave out.
 
     The trainer and the evaluators of sentence-transformers call ``preprocess``. The model is
-    changed in place, but not in its saved files.
+    changed in place. A saved model does not have the change.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.

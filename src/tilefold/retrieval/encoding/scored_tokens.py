@@ -99,8 +99,8 @@ def scored_tokens(
 def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[int]:
     """Return the positions of the scored tokens that spell the words of a query.
 
-    Markers, prompts, special tokens and expansion tokens are left out. Without a ``Transformer``
-    as a direct module of the model, only special tokens are.
+    Markers, prompts, special tokens and expansion tokens are left out. If the model has its
+    ``Transformer`` inside of a ``Router``, only special tokens are left out.
 
     Args:
         model: the ``MultiVectorEncoder`` that encoded the query.

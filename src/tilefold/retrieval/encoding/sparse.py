@@ -191,8 +191,7 @@ def encode_to_folder(
         The complete manifest.
 
     Raises:
-        TypeError, ValueError, DataError, FileExistsError, InUseError, RankError: as
-            :func:`encode_collection` does.
+        Exception: the errors of :func:`encode_collection`.
     """
     check_instance("encoding", encoding, Encoding, "SparseEncoding()")
     check_instance("output", output, Output, "Output(Path(folder))")

@@ -268,9 +268,10 @@ class _PrefixFinder:
         return self._find_at_white_space(text) if prefix is None else prefix
 
     def _find_anywhere(self, text: str) -> str | None:
-        """Return a prefix of any end whose first tokens do not depend on the rest of the text.
+        """Return a prefix whose first tokens do not depend on the rest of the text.
 
-        Prefixes of a few lengths are tried. None if the tokens of no prefix are certain.
+        The prefix may end within a word. Prefixes of a few lengths are tried. None if the first
+        tokens of none of them are certain.
         """
         if self._prefix_tokenizer is None:  # the tokenizer has no fast backend
             return None

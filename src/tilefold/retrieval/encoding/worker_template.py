@@ -229,9 +229,8 @@ class _ForkedWorkers:
             number: number of the worker.
             connection: the worker's end of its connection to the parent.
         """
-        with (
-            connection
-        ):  # this process closes its copy, so that the connection ends with the worker
+        # This process closes its copy of the connection, so that it ends with the worker.
+        with connection:
             try:
                 process_id = os.fork()
             except OSError as error:
