@@ -258,7 +258,7 @@ class SingleQueries:
         torch.cuda.empty_cache()
         reserved_before = torch.cuda.memory_reserved(self.device)
         graphs = self.model.encoding_graphs
-        seconds = seconds_of(lambda: graphs.warm(self._encode), self.device)
+        seconds = seconds_of(lambda: graphs.capture_all_sizes(self._encode), self.device)
         torch.cuda.empty_cache()
         n_bytes = torch.cuda.memory_reserved(self.device) - reserved_before
         return {"mib": n_bytes / MIB, "note": f"captured in {seconds:.1f} s"}

@@ -53,13 +53,13 @@ def colbert_scores(
             ``[Nq, Lq, D]``; fp16, bf16, fp32 or fp64.
         documents_embeddings: the token vectors of the documents, ``[Nd, Ld, D]``, of the same dtype
             and device.
-        queries_mask: which query tokens count, ``[Nq, Lq]``: nonzero bools or integers. A
-            floating-point mask multiplies the similarities and has a gradient if it requires one;
-            it costs a copy of the embeddings.
+        queries_mask: which query tokens count, ``[Nq, Lq]``: nonzero bools or integers. An entry of
+            a floating-point mask multiplies the similarities of its token. Such a mask is
+            differentiable, and costs a copy of the embeddings.
         documents_mask: which document tokens count, ``[Nd, Ld]``, of the same kinds.
-        backend: None, ``"auto"``, ``"torch"`` (which is ``"reference"``) or another ``impl`` of
-            :func:`tilefold.ops.maxsim`. The environment variable ``PYLATE_SCORES_BACKEND`` is not
-            read.
+        backend: the implementation, an ``impl`` of :func:`tilefold.ops.maxsim`. PyLate's name
+            ``"torch"`` stands for ``"reference"``, and None for ``"auto"``. The environment
+            variable ``PYLATE_SCORES_BACKEND`` is not read.
 
     Returns:
         Scores ``[Nq, Nd]`` in fp32 (fp64 for fp64).
@@ -74,8 +74,8 @@ def colbert_scores(
         >>> colbert_scores(queries, documents).shape
         torch.Size([2, 3])
     """
-    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, dims=3)
-    documents, document_mask = _apply_mask(
+    queries, query_mask = _vectors_and_mask("queries", queries_embeddings, queries_mask, dims=3)
+    documents, document_mask = _vectors_and_mask(
         "documents",
         documents_embeddings,
         documents_mask,
@@ -157,8 +157,8 @@ def colbert_kd_scores(
         >>> colbert_kd_scores(queries, documents).shape  # 5 documents for each query
         torch.Size([2, 5])
     """
-    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, dims=3)
-    documents, document_mask = _apply_mask(
+    queries, query_mask = _vectors_and_mask("queries", queries_embeddings, queries_mask, dims=3)
+    documents, document_mask = _vectors_and_mask(
         "documents",
         documents_embeddings,
         documents_mask,
@@ -301,16 +301,16 @@ def _impl_of_backend(backend: str | None) -> str:
     return name
 
 
-def _apply_mask(
+def _vectors_and_mask(
     name: str,
     embeddings: object,
     mask: object,
     dims: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Convert embeddings and their mask to tensors, and apply a floating mask to the embeddings.
+    """Convert embeddings and their mask to tensors, and multiply embeddings by a floating mask.
 
-    :func:`maxsim` accepts no floating mask. PyLate multiplies the similarities of a token by its
-    entry of the mask, which equals multiplying the embedding of the token by it.
+    :func:`maxsim` accepts masks of bools and integers only. PyLate multiplies the similarities of a
+    token by its entry of the mask, which equals multiplying the embedding of the token by it.
 
     Args:
         name: ``"queries"`` or ``"documents"``, for error messages.

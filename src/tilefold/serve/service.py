@@ -452,7 +452,7 @@ class Service:
         """
         graphs = graphs_of(model.model)
         if graphs is not None:
-            graphs.warm(encode)
+            graphs.capture_all_sizes(encode)
         for texts in self._warm_up_batches(model, side):
             encode(texts)
 

@@ -39,12 +39,12 @@ from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
 from tilefold.integrations.sentence_transformers import multi_vector as fused_scores
 from tilefold.integrations.sentence_transformers._trainer import (
-    BATCHES,
-    GRAPHS,
-    LAYERS,
+    AHEAD_BATCHES,
+    COMPILED_LAYERS,
+    CUDA_GRAPHS,
+    FUSED_SCORES,
     MIN_STEPS_TO_COMPILE,
-    SCORES,
-    TOKENS,
+    PACKED_TOKENS,
 )
 
 # Losses are logged with six digits, and the first steps of Adam amplify rounding.
@@ -206,7 +206,7 @@ def test_the_line_says_what_is_active_on_a_cpu_and_why_the_rest_is_not(
 ) -> None:
     trainer = make_trainer(make_model(tokenizer_folder), tmp_path)
     handle = accelerate(trainer)
-    assert handle.active == (SCORES, TOKENS, BATCHES)
+    assert handle.active == (FUSED_SCORES, PACKED_TOKENS, AHEAD_BATCHES)
     assert str(handle) == (
         "tilefold: fused scores, packed tokens, batches made ahead active; not active: CUDA graphs "
         "(the model is on a CPU), compiled layers (only CUDA graphs use them)"
@@ -222,13 +222,13 @@ def test_the_line_says_what_is_active_on_a_cpu_and_why_the_rest_is_not(
     [
         pytest.param(
             {"dataloader_num_workers": 2},
-            BATCHES,
+            AHEAD_BATCHES,
             "2 workers of the data loader make them",
             id="workers",
         ),
         pytest.param(
             {"torch_compile": True},
-            BATCHES,
+            AHEAD_BATCHES,
             "torch_compile=True compiles the whole model",
             id="torch.compile",
         ),
@@ -283,7 +283,7 @@ def test_what_keeps_graphs_from_a_training_on_a_gpu_is_named(
         trainer.loss = splade_loss(model, cached=True)
     handle = accelerate(trainer)
     monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
-    assert handle.inactive.get(GRAPHS) == reason
+    assert handle.inactive.get(CUDA_GRAPHS) == reason
 
 
 def test_an_encoder_that_stays_padded_is_named(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -291,11 +291,11 @@ def test_an_encoder_that_stays_padded_is_named(tokenizer_folder: Path, tmp_path:
     trainer = make_trainer(model, tmp_path)
     with pytest.warns(UserWarning, match="runs on padded batches"):
         handle = accelerate(trainer)
-    assert handle.inactive[TOKENS] == (
+    assert handle.inactive[PACKED_TOKENS] == (
         "MPNetForMaskedLM runs on padded batches: the attention of MPNetForMaskedLM does not use "
         "transformers' AttentionInterface"
     )
-    assert SCORES in handle.active
+    assert FUSED_SCORES in handle.active
 
 
 def test_a_model_of_two_encoders_trains_with_the_stock_losses(
@@ -316,7 +316,7 @@ def test_a_model_of_two_encoders_trains_with_the_stock_losses(
             router_mapping={"anchor": "query", "positive": "document"},
         )
         if is_fused:
-            assert accelerate(trainer).active == (SCORES, TOKENS, BATCHES)
+            assert accelerate(trainer).active == (FUSED_SCORES, PACKED_TOKENS, AHEAD_BATCHES)
         losses.append(logged_losses(trainer))
     assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
 
@@ -351,10 +351,10 @@ def test_a_model_that_is_accelerated_already_stays_as_it_is(
     accelerate(model, packed=False)
     trainer = make_trainer(model, tmp_path)
     handle = accelerate(trainer)
-    assert TOKENS in handle.inactive
+    assert PACKED_TOKENS in handle.inactive
     handle.restore()
     assert is_accelerated(model)
-    assert TOKENS in accelerate(trainer, screen=False).active
+    assert PACKED_TOKENS in accelerate(trainer, screen=False).active
 
 
 def test_the_handle_of_a_restored_trainer_says_so(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_a_colbert_training_has_the_stock_losses_with_the_fused_similarity(tmp_p
         loss = MultiVectorMultipleNegativesRankingLoss(model)
         trainer = colbert_trainer(model, loss, tmp_path / str(is_fused))
         if is_fused:
-            assert accelerate(trainer).active == (SCORES, TOKENS, BATCHES)
+            assert accelerate(trainer).active == (FUSED_SCORES, PACKED_TOKENS, AHEAD_BATCHES)
             assert loss.similarity_fct is fused_scores.colbert_scores
         losses.append(logged_losses(trainer))
         restore(trainer)
@@ -464,7 +464,7 @@ def test_a_similarity_of_sentence_transformers_is_replaced(
     loss = MultiVectorDistillKLDivLoss(model, similarity_fct=similarity)
     handle = accelerate(colbert_trainer(model, {"a": loss}, tmp_path))
     assert loss.similarity_fct is expected
-    assert SCORES in handle.active
+    assert FUSED_SCORES in handle.active
 
 
 def test_options_of_a_similarity_are_kept(tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def test_a_similarity_of_the_user_stays_and_is_named(tmp_path: Path) -> None:
     loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=my_scores)
     handle = accelerate(colbert_trainer(model, loss, tmp_path))
     assert loss.similarity_fct is my_scores
-    assert handle.inactive[SCORES] == "the loss scores with my_scores"
+    assert handle.inactive[FUSED_SCORES] == "the loss scores with my_scores"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -501,11 +501,11 @@ def test_long_trainings_in_16_bits_on_a_gpu_compile_their_layers(
     model = make_model(tokenizer_folder, "cuda")
     trainer = make_trainer(model, tmp_path, max_steps=max_steps, bf16=True, logging_steps=50)
     handle = accelerate(trainer)
-    assert GRAPHS in handle.active
-    assert handle.inactive == {LAYERS: "decided when the training begins"}
+    assert CUDA_GRAPHS in handle.active
+    assert handle.inactive == {COMPILED_LAYERS: "decided when the training begins"}
     trainer.train()
     is_long = max_steps >= MIN_STEPS_TO_COMPILE
-    assert (LAYERS in handle.active) == is_long
+    assert (COMPILED_LAYERS in handle.active) == is_long
     assert (model[0].forward.graphs.compiled, bool(model[0].forward.graphs.graphs)) == (
         is_long,
         True,

@@ -245,7 +245,7 @@ def accelerate(
             before a pooling (modules of :mod:`tilefold.modules` may need none); if it computes its
             logits or similarities in another way than the operator; if ``fp8`` is not possible on
             the device or for the model; or if ``invariant`` is True, and a module of the model is
-            not known to keep its bits. The model is not changed then.
+            not known to compute the same bits in every batch. The model is not changed then.
         RuntimeError: if the check cannot run the model on its device, or ``invariant`` is True with
             ``TILEFOLD_DISABLE=1``.
     """
@@ -398,9 +398,9 @@ def _check_options(check: object, quantize: object, **switches: object) -> None:
     """Raise an error if :func:`accelerate` does not accept one of its arguments.
 
     Args:
-        check: its argument of this name.
-        quantize: its argument of this name.
-        **switches: its arguments that must be bools.
+        check: must be a bool or ``"always"``.
+        quantize: must be None or ``"fp8"``.
+        **switches: arguments that must be bools, by name.
     """
     if not isinstance(check, bool) and check != "always":
         raise ValueError(f"check must be True, False or 'always', got {check!r}.")
@@ -415,20 +415,22 @@ def _check_options(check: object, quantize: object, **switches: object) -> None:
 def _check_invariant_options(quantize: object, packed: bool, fp8: bool) -> None:
     """Raise ``ValueError`` for an option of :func:`accelerate` that ``invariant=True`` excludes.
 
+    With ``invariant=True``, the vector of a text must have the same bits in every batch.
+
     Args:
-        quantize: its argument of this name.
-        packed: its argument of this name.
-        fp8: its argument of this name.
+        quantize: ``"fp8"`` if the LM head is to be rounded to fp8, otherwise None.
+        packed: whether texts are to run on packed tokens.
+        fp8: whether linear layers are to multiply in fp8.
     """
     if quantize is not None:
         raise ValueError(
             f"quantize must be None with invariant=True, got {quantize!r}: products of fp8 are not "
-            "known to keep their bits.",
+            "known to have the same bits in every batch.",
         )
     if fp8:
         raise ValueError(
             "fp8 must be False with invariant=True, got True: products of fp8 are not known to "
-            "keep their bits.",
+            "have the same bits in every batch.",
         )
     if not packed:
         raise ValueError(
@@ -745,7 +747,9 @@ def _encode_in_stream(
     batch_size: int | None,
     batch_tokens: int | None,
 ) -> list[Batch]:
-    """Encode many texts to sparse rows, while background threads tokenise the next ones.
+    """Encode many texts to sparse rows in batches of similar lengths, the longest texts first.
+
+    A :class:`SparseStream` tokenises the next texts in background threads while the model runs.
 
     Args:
         model: an accelerated SparseEncoder, which runs in eval mode.
@@ -757,7 +761,7 @@ def _encode_in_stream(
         batch_tokens: the largest number of tokens per batch; None chooses it for the device.
 
     Returns:
-        The batches, each with the positions of its texts in ``texts``.
+        Batches: sparse rows, each batch with the positions of its texts in ``texts``.
     """
     with in_eval_mode(model):
         stream = SparseStream(
@@ -794,7 +798,7 @@ def _encode_in_this_thread(
         batch_size: the number of texts per batch.
 
     Returns:
-        The batches, each with the positions of its texts in ``texts``.
+        Batches: sparse rows, each batch with the positions of its texts in ``texts``.
     """
     # Texts of similar length share a batch.
     order = sorted(range(len(texts)), key=lambda position: -len(texts[position]))

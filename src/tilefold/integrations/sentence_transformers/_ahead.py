@@ -78,7 +78,7 @@ def _compile_calls(
             linear.weight,
             linear.bias,
             pooling=pooling.pooling,
-            activation=poolings.STOCK_ACTIVATIONS[pooling.stock.activation_function],
+            activation=poolings.STOCK_ACTIVATIONS[pooling.splade_pooling.activation_function],
             screen=screen,
             impl=impl,
         )
@@ -125,7 +125,7 @@ def compile_training_head_ahead(trainer: Any) -> None:
                 "cuda",
                 autocast_dtype,
                 pooling.pooling,
-                pooling.stock.activation_function,
+                pooling.splade_pooling.activation_function,
                 training=True,
                 packed=True,
             )
@@ -134,7 +134,7 @@ def compile_training_head_ahead(trainer: Any) -> None:
             weight,
             linear.bias,
             pooling=pooling.pooling,
-            activation=poolings.STOCK_ACTIVATIONS[pooling.stock.activation_function],
+            activation=poolings.STOCK_ACTIVATIONS[pooling.splade_pooling.activation_function],
             screen=pooling.screens_int8,
             compute_dtype=autocast_dtype or weight.dtype,
             out_dtype=out_dtype,

@@ -67,22 +67,23 @@ class StockPooling(FusedPooling):
     """Computes the scores of sentence-transformers' ``SpladePooling`` without logits.
 
     Args:
-        pooling: the stock module, whose options are read at every call.
-        screens_int8: whether a product in 8 bits first finds the scores that can be positive.
+        pooling: the ``SpladePooling``, whose options are read at every call.
+        screens_int8: whether a product in int8 first finds the scores that can be positive, so
+            that the exact product computes no others.
     """
 
     def __init__(self, pooling: SpladePooling, screens_int8: bool) -> None:
-        self.stock = pooling
+        self.splade_pooling = pooling
         self.screens_int8 = screens_int8
 
     @property
     def quantizable(self) -> bool:
-        return bool(self.stock.pooling_strategy == "max")
+        return bool(self.splade_pooling.pooling_strategy == "max")
 
     @property
     def pooling(self) -> str:
         """The name of the pooling, for messages."""
-        return str(self.stock.pooling_strategy)
+        return str(self.splade_pooling.pooling_strategy)
 
     def fused_scores(
         self,
@@ -90,31 +91,35 @@ class StockPooling(FusedPooling):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute the scores of the stock module with its current options.
+        """Compute the scores that the ``SpladePooling`` would compute from logits.
 
         Args:
             features: the output of the Transformer, padded or packed.
             head: the hidden states and the weights of the LM head.
-            score_options: the dtype, the implementation, and which entries sparse scores keep.
+            score_options: the dtype of the scores without autocast, the implementation of the
+                operator, and which entries sparse scores keep.
 
         Returns:
-            Scores ``[B, V]``, dense or in CSR; rows of fixed capacity within
-            ``sparse_scores(options, capacity)``.
+            Scores ``[B, V]``: dense, or in CSR if ``score_options.sparse`` is set. Within the
+            context ``sparse_scores(options, capacity)``, a :class:`CapacityRows`, which reserves
+            ``capacity`` entries for each row.
         """
         if head is None:
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
-        stock = self.stock
+        splade_pooling = self.splade_pooling
         cu_seqlens = features.get("cu_seq_lens_q")
         attention_mask = features["attention_mask"] if cu_seqlens is None else None
         out_dtype = score_options.out_dtype
-        if poolings.autocast_applies(head.hidden):
+        if poolings.autocast_applies(
+            head.hidden
+        ):  # autocast decides the dtype, as in SpladePooling
             device_type = head.hidden.device.type
             out_dtype = stock_output_dtype(
                 device_type,
                 torch.get_autocast_dtype(device_type),
-                stock.pooling_strategy,
-                stock.activation_function,
-                training=stock.training,
+                splade_pooling.pooling_strategy,
+                splade_pooling.activation_function,
+                training=splade_pooling.training,
                 packed=cu_seqlens is not None,
             )
         if score_options.sparse is not None:
@@ -133,13 +138,13 @@ class StockPooling(FusedPooling):
             head.bias,
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
-            pooling=stock.pooling_strategy,
-            activation=poolings.STOCK_ACTIVATIONS[stock.activation_function],
+            pooling=splade_pooling.pooling_strategy,
+            activation=poolings.STOCK_ACTIVATIONS[splade_pooling.activation_function],
             out_dtype=out_dtype,
-            screen=self.screens_int8,
+            screen=self.screens_int8,  # an int8 product first finds the scores that can be positive
             impl=score_options.impl,
         )
-        self._store_dimension(scores.shape[1])
+        self._store_embedding_dimension(scores.shape[1])
         return scores
 
     def _sparse_scores(
@@ -151,7 +156,10 @@ class StockPooling(FusedPooling):
         sparse: SparseOptions,
         impl: str,
     ) -> Any:
-        """Compute sparse scores, as rows of fixed capacity if possible, otherwise in CSR.
+        """Compute sparse scores, in CSR or as rows with a fixed number of reserved entries.
+
+        The context ``sparse_scores(options, capacity)`` asks for the latter: they need no
+        synchronisation with the GPU, and some calls of the operator cannot return them.
 
         Args:
             head: the hidden states and the weights of the LM head.
@@ -161,8 +169,8 @@ class StockPooling(FusedPooling):
             sparse: which entries are kept.
             impl: the implementation of the operator.
         """
-        stock = self.stock
-        activation = poolings.STOCK_ACTIVATIONS[stock.activation_function]
+        strategy = self.splade_pooling.pooling_strategy
+        activation = poolings.STOCK_ACTIVATIONS[self.splade_pooling.activation_function]
         capacity = _output_form.get().capacity
         if capacity is not None:
             rows = lsr_head_rows(
@@ -172,7 +180,7 @@ class StockPooling(FusedPooling):
                 capacity=capacity,
                 attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens,
-                pooling=stock.pooling_strategy,
+                pooling=strategy,
                 activation=activation,
                 out_dtype=out_dtype,
                 top_k=sparse.top_k,
@@ -180,8 +188,8 @@ class StockPooling(FusedPooling):
                 screen=self.screens_int8,
                 impl=impl,
             )
-            if rows is not None:  # some calls cannot return rows of fixed capacity
-                self._store_dimension(rows.vocab_size)
+            if rows is not None:  # this call could return them
+                self._store_embedding_dimension(rows.vocab_size)
                 return rows
         scores = lsr_head_sparse(
             head.hidden,
@@ -189,20 +197,20 @@ class StockPooling(FusedPooling):
             head.bias,
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
-            pooling=stock.pooling_strategy,
+            pooling=strategy,
             activation=activation,
             out_dtype=out_dtype,
             top_k=sparse.top_k,
             min_weight=sparse.min_weight,
             impl=impl,
         )
-        self._store_dimension(scores.shape[1])
+        self._store_embedding_dimension(scores.shape[1])
         return scores
 
-    def _store_dimension(self, vocab_size: int) -> None:
-        """Store the dimension of the scores in the stock module, as its forward does."""
-        if self.stock.embedding_dimension is None:
-            self.stock.embedding_dimension = vocab_size
+    def _store_embedding_dimension(self, vocab_size: int) -> None:
+        """Store the number of columns V in the ``SpladePooling``, as its first forward does."""
+        if self.splade_pooling.embedding_dimension is None:
+            self.splade_pooling.embedding_dimension = vocab_size
 
 
 def fused_pooling(
@@ -213,7 +221,8 @@ def fused_pooling(
 
     Args:
         pooling: the pooling.
-        screens_int8: whether a product in 8 bits first finds the scores that can be positive.
+        screens_int8: whether a product in int8 first finds the scores that can be positive; only
+            for a ``SpladePooling``.
     """
     return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling, screens_int8)
 
@@ -268,7 +277,7 @@ class FusedForward(Replacement):
         self.is_last = is_last
 
     def __call__(self, features: Features) -> Features:
-        """Compute the scores ``sentence_embedding``, ``[B, V]``, in place of a stock pooling.
+        """Add the scores ``sentence_embedding``, ``[B, V]``, to the output of the Transformer.
 
         If the pooling reads an LM head, the hidden states ``token_embeddings`` (``[B, S, D]`` or
         packed ``[1, T, D]``) are removed. Modules after the pooling expect logits there, which are
@@ -294,7 +303,8 @@ class FusedForward(Replacement):
             out_dtype = hidden.dtype
             is_packed = "cu_seq_lens_q" in features
             operands = self._operands(self.head, hidden.squeeze(0) if is_packed else hidden)
-        sparse = None
+        sparse = None  # dense scores
+        # Modules after this one expect dense scores. Compiled code cannot read a context variable.
         if self.is_last and not torch.compiler.is_compiling():
             sparse = _output_form.get().options
         with grouping_rows(self.groups_rows):
@@ -311,18 +321,18 @@ class FusedForward(Replacement):
         head: nn.Module,
         vocabulary: SharedVocabulary,
     ) -> Tensor:
-        """Compute scores with a head whose rows are divided among ranks.
+        """Compute scores with an LM head whose weight ``[V, D]`` is divided among ranks by rows.
 
-        The tokens of all ranks are gathered, each rank computes the columns of its rows of the
-        head, and gets the rows of its own texts back.
+        Each rank gathers the hidden states of all ranks, and computes the scores of all texts for
+        its terms. Then the ranks exchange scores, and each gets all terms of its own texts.
 
         Args:
             features: the output of the Transformer for packed texts. The hidden states are removed.
             head: the LM head, whose weight is a DTensor.
-            vocabulary: the ranks.
+            vocabulary: the ranks that share the head, with their collective operations.
 
         Returns:
-            Scores of this rank's texts.
+            Scores ``[B, V]`` of this rank's texts.
 
         Raises:
             RuntimeError: if texts are padded.
@@ -398,10 +408,10 @@ def stock_output_dtype(
     training: bool,
     packed: bool,
 ) -> torch.dtype:
-    """Return the dtype of the scores that a stock ``SpladePooling`` computes under autocast.
+    """Return the dtype of the scores that sentence-transformers' ``SpladePooling`` computes.
 
-    It depends on the operations that autocast converts, on the mode and on torch's version. So it
-    is measured by pooling a single logit.
+    Under autocast, the dtype depends on the operations that autocast converts, on the mode of the
+    module and on torch's version. So it is measured by pooling a single logit.
 
     Args:
         device: the type of the device, such as ``"cuda"``.
@@ -411,7 +421,7 @@ def stock_output_dtype(
         training: whether the module is in training mode.
         packed: whether texts are packed.
     """
-    stock = SpladePooling(pooling, activation).train(training)
+    splade_pooling = SpladePooling(pooling, activation).train(training)
     with torch.no_grad(), torch.autocast(device, dtype=autocast_dtype):
         hidden = torch.zeros(1, 1, 1, device=device)
         weight = torch.zeros(1, 1, device=device)
@@ -422,5 +432,5 @@ def stock_output_dtype(
         }
         if packed:
             features["cu_seq_lens_q"] = torch.tensor([0, 1])  # one text of one token
-        dtype: torch.dtype = stock(features)["sentence_embedding"].dtype
+        dtype: torch.dtype = splade_pooling(features)["sentence_embedding"].dtype
     return dtype

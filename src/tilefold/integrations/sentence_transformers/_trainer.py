@@ -53,12 +53,12 @@ from tilefold.integrations.sentence_transformers.packing.collator import (
 from tilefold.ops.implementations import SWITCH, switched_off
 
 # The names of the parts, in the order in which they are reported.
-SCORES = "fused scores"
-TOKENS = "packed tokens"
-BATCHES = "batches made ahead"
-GRAPHS = "CUDA graphs"
-LAYERS = "compiled layers"
-PARTS = (SCORES, TOKENS, BATCHES, GRAPHS, LAYERS)
+FUSED_SCORES = "fused scores"
+PACKED_TOKENS = "packed tokens"
+AHEAD_BATCHES = "batches made ahead"
+CUDA_GRAPHS = "CUDA graphs"
+COMPILED_LAYERS = "compiled layers"
+PARTS = (FUSED_SCORES, PACKED_TOKENS, AHEAD_BATCHES, CUDA_GRAPHS, COMPILED_LAYERS)
 # The fewest steps of a training whose layers are compiled. Compiling takes ten to twenty seconds
 # once, and less if torch finds the results in its cache. That is outweighed after one to three
 # thousand steps. The limit is lower so that short runs measure the steps that a long run has.
@@ -99,8 +99,9 @@ class TrainerAcceleration:
         self._wants_compiled = compiled
         self._undo = ExitStack()
         self._is_restored = False
-        # Reasons that are found once, by the name of the part.
-        self._reasons: dict[str, str] = {}
+        # Why parts are inactive, by the name of the part, where this is known before the training.
+        # The reasons of CUDA graphs and compiled layers are computed when they are asked for.
+        self._fixed_reasons: dict[str, str] = {}
         # The steps of the training; None before it begins.
         self._n_steps: int | None = None
 
@@ -147,23 +148,26 @@ class TrainerAcceleration:
         """
         if self._is_restored:
             return RESTORED
-        if part in self._reasons:
-            return self._reasons[part]
-        if part == GRAPHS:
+        if part in self._fixed_reasons:
+            return self._fixed_reasons[part]
+        if part == CUDA_GRAPHS:
             return self._reason_against_graphs()
-        if part == LAYERS:
+        if part == COMPILED_LAYERS:
             return self._reason_against_compiling()
         return None
 
     def _reason_against_graphs(self) -> str | None:
-        """Return why steps do not run as CUDA graphs, or None if they do."""
+        """Return why training steps do not run as CUDA graphs, or None if they do.
+
+        The reason is that of the first obstacle in the order below.
+        """
         trainer = self.trainer
         model = trainer.model
         graphs = list(_graphs_of(model))
         obstacles = (
             (self._wants_graphs is False, "graphs=False was chosen"),
             (model.device.type != "cuda", f"the model is on a {model.device.type.upper()}"),
-            (TOKENS in self._reasons, "the encoder needs packed tokens"),
+            (PACKED_TOKENS in self._fixed_reasons, "the encoder needs packed tokens"),
             (
                 trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
                 "parameters are sharded",
@@ -185,11 +189,16 @@ class TrainerAcceleration:
         return _first_reason(obstacles)
 
     def _reason_against_compiling(self) -> str | None:
-        """Return why layers are not compiled, or None if they are."""
+        """Return why ``torch.compile`` does not compile layers, or None if it does.
+
+        The reason is that of the first obstacle in the order below. ``compiled=None`` leaves the
+        choice to the number of training steps, which is not known before the training begins.
+        """
         args = self.trainer.args
         is_half_precision = args.bf16 or args.fp16 or self.trainer.model.dtype.itemsize == 2
         is_automatic = self._wants_compiled is None
         n_steps = self._n_steps or 0
+        # Graphs turn this off for themselves if a capture with compiled layers fails.
         is_compiled = [graphs.compiled for graphs in _graphs_of(self.trainer.model)]
         obstacles = (
             (self._wants_compiled is False, "compiled=False was chosen"),
@@ -211,7 +220,7 @@ class TrainerAcceleration:
             model_options: arguments of :func:`accelerate` for the model.
         """
         if switched_off():
-            self._reasons = dict.fromkeys(PARTS, f"{SWITCH} is set")
+            self._fixed_reasons = dict.fromkeys(PARTS, f"{SWITCH} is set")
             return
         with ExitStack() as undo:
             self._undo = undo
@@ -225,22 +234,36 @@ class TrainerAcceleration:
             self._undo = undo.pop_all()  # an error above undoes everything
 
     def _prepare_model(self, model_options: dict[str, Any]) -> None:
-        """Accelerate the model, unless the caller has done so."""
+        """Accelerate the model, and store why its encoders run on padded batches, if they do.
+
+        A model that the caller has accelerated is accelerated again only with options of the model.
+
+        Args:
+            model_options: arguments of :func:`accelerate` for the model; empty for the defaults.
+        """
         model = self.trainer.model
         if model_options or not is_accelerated(model):
-            accelerate_model(model, graphs=self._wants_graphs is not False, **model_options)
+            may_use_graphs = self._wants_graphs is not False  # None: CUDA graphs if possible
+            accelerate_model(model, graphs=may_use_graphs, **model_options)
             self._undo.callback(restore_model, model)
-        padded = [type(encoder.model).__name__ for encoder in _padded_encoders(model)]
-        if padded:
-            # A copy of an accelerated model has no reasons.
-            reasons = "; ".join(padded_reasons(model).values())
-            names = ", ".join(padded)
-            self._reasons[TOKENS] = f"{names} runs on padded batches" + (reasons and f": {reasons}")
+        padded_names = [type(encoder.model).__name__ for encoder in _padded_encoders(model)]
+        if not padded_names:
+            return
+        message = f"{', '.join(padded_names)} runs on padded batches"
+        # Empty for a deep copy of an accelerated model, for which no reasons were recorded.
+        reasons = padded_reasons(model)
+        if reasons:
+            message += f": {'; '.join(reasons.values())}"
+        self._fixed_reasons[PACKED_TOKENS] = message
 
     def _prepare_loss(self) -> None:
-        """Let losses of a MultiVectorEncoder compute MaxSim without token similarities."""
+        """Let losses of a MultiVectorEncoder compute MaxSim without storing token similarities.
+
+        The similarity function of each loss is replaced by ours. A function of the user has no
+        counterpart: it stays, and the trainer reports it as the reason.
+        """
         if is_dense(self.trainer.model):
-            self._reasons[SCORES] = "one vector per text has no large matrix of scores"
+            self._fixed_reasons[FUSED_SCORES] = "one vector per text has no large matrix of scores"
         if not is_multi_vector(self.trainer.model):
             return
         for loss in _losses_of(self.trainer):
@@ -251,22 +274,27 @@ class TrainerAcceleration:
                 fused_function = _fused_similarity(function)
                 if fused_function is None:
                     name = getattr(function, "__name__", type(function).__name__)
-                    self._reasons[SCORES] = f"the loss scores with {name}"
+                    self._fixed_reasons[FUSED_SCORES] = f"the loss scores with {name}"
                 else:
                     self._set(module, "similarity_fct", fused_function)
 
     def _prepare_batches(self) -> None:
-        """Let a thread collate batches, if this process makes them itself."""
+        """Let a background thread make the next batches, if this process makes batches itself.
+
+        Otherwise the reason is stored: worker processes of the data loader make the batches, or
+        rank 0 makes those of all ranks.
+        """
         trainer = self.trainer
         args = trainer.args
-        # The CPU would wait for each loss. NaN is logged as NaN then.
+        # This filter of the Trainer makes the CPU wait for the loss of each step. Without it, a
+        # loss of NaN is logged as NaN.
         self._set(args, "logging_nan_inf_filter", False)
         if args.dataloader_num_workers > 0:
             n_workers = args.dataloader_num_workers
-            self._reasons[BATCHES] = f"{n_workers} workers of the data loader make them"
+            self._fixed_reasons[AHEAD_BATCHES] = f"{n_workers} workers of the data loader make them"
             return
         if args.torch_compile:
-            self._reasons[BATCHES] = "torch_compile=True compiles the whole model"
+            self._fixed_reasons[AHEAD_BATCHES] = "torch_compile=True compiles the whole model"
             return
         loader_settings = trainer.accelerator.dataloader_config
         datasets = (trainer.train_dataset, trainer.eval_dataset)
@@ -275,7 +303,9 @@ class TrainerAcceleration:
         if is_dispatched is None:
             is_dispatched = is_streamed  # the default of Hugging Face's accelerate
         if is_dispatched and has_other_ranks():
-            self._reasons[BATCHES] = "one rank makes the batches of all (dispatch_batches)"
+            self._fixed_reasons[AHEAD_BATCHES] = (
+                "one rank makes the batches of all (dispatch_batches)"
+            )
             return
         if is_dispatched:
             # One process needs no dispatch, which would concatenate tensors.
@@ -285,7 +315,10 @@ class TrainerAcceleration:
         self._undo.callback(_stop_collator, trainer.data_collator)
 
     def _prepare_graphs(self) -> None:
-        """Let the columns of each batch run as CUDA graphs, all in one graph if they can be joined.
+        """Let the encoder run as CUDA graphs in training, on a GPU.
+
+        One graph runs all columns of a batch, such as queries and documents, if their tokens can be
+        concatenated. Otherwise each column has graphs of its own.
 
         Raises:
             ValueError: if the caller asked for graphs that are not possible.
@@ -319,8 +352,10 @@ class TrainerAcceleration:
         setattr(owner, name, value)
 
     def _joins_columns(self) -> bool:
-        """Whether all columns of a batch go through the encoder together."""
-        return BATCHES not in self._reasons and has_one_packed_encoder(self.trainer.model)
+        """Whether the columns of a batch are concatenated and go through the encoder together."""
+        return AHEAD_BATCHES not in self._fixed_reasons and has_one_packed_encoder(
+            self.trainer.model
+        )
 
     def begin_training(self, n_steps: int) -> None:
         """Decide whether layers are compiled, and log which parts are active.
@@ -339,13 +374,14 @@ class TrainerAcceleration:
 
     def _compiles_layers(self) -> bool:
         """Whether the conditions for compiled layers hold in the training that begins."""
+        # An earlier training may have turned this off, which would count as a failed compilation.
         for graphs in _graphs_of(self.trainer.model):
-            graphs.compiled = True  # what an earlier training decided is not a reason
+            graphs.compiled = True
         return self._reason_against_compiling() is None
 
 
 class AccelerationCallback(TrainerCallback):
-    """Tells the acceleration of a trainer when a training begins.
+    """Callback of a trainer that passes on the number of steps when a training begins.
 
     Args:
         acceleration: the acceleration.

@@ -12,7 +12,7 @@ from tilefold.ops.row_groups import normalize_rows
 INVARIANCE = "invariance"
 
 
-def is_invariant(model: Model) -> bool:
+def is_batch_invariant(model: Model) -> bool:
     """Whether ``accelerate(model, invariant=True)`` was called."""
     return getattr(model, INVARIANCE, None) is not None
 
@@ -24,6 +24,6 @@ def unit_vectors(vectors: Tensor, model: Model) -> Tensor:
         vectors: vectors that the model has computed.
         model: the model. If it is invariant, the bits do not depend on the number of vectors.
     """
-    if is_invariant(model):
+    if is_batch_invariant(model):
         return normalize_rows(vectors)
     return normalize(vectors, p=2.0, dim=-1)

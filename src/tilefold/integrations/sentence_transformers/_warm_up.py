@@ -21,8 +21,8 @@ from tilefold.integrations.sentence_transformers._accelerate import (
     restore,
 )
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
+    GRAPH_TEXT_COUNTS,
     SPECIAL_TOKENS,
-    TEXT_COUNTS,
     graphs_of,
 )
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
@@ -108,24 +108,27 @@ def warm_up(
         return built
 
 
-def _capture_graphs(model: Model, longest: int) -> None:
+def _capture_graphs(model: Model, max_tokens: int) -> None:
     """Capture the CUDA graphs with which ``encode`` encodes a few queries or documents.
+
+    A graph exists for some numbers of texts, ``GRAPH_TEXT_COUNTS``, and of tokens of all texts.
 
     Args:
         model: an accelerated model.
-        longest: the number of tokens of the longest text.
+        max_tokens: the number of tokens of the longest text that graphs are captured for.
     """
     graphs = graphs_of(model)
     if graphs is None:
         return
+    most_texts = GRAPH_TEXT_COUNTS[-1]
     for task in ("query", "document"):
         encode = partial(
             model.encode,
             task=task,
-            batch_size=TEXT_COUNTS[-1],  # a batch of the largest graph is not divided
+            batch_size=most_texts,  # so that the texts of one graph are one batch
             show_progress_bar=False,
         )
-        graphs.warm(encode, longest)  # encodes texts of every size of graphs
+        graphs.capture_all_sizes(encode, max_tokens)
 
 
 def warm_up_calls(
@@ -136,7 +139,7 @@ def warm_up_calls(
     training: bool,
     dtype: torch.dtype | None,
 ) -> list[Callable[[], object]]:
-    """Return functions that run the model on synthetic batches, to build its kernels.
+    """Return functions that run the model on synthetic batches, so that its kernels are built.
 
     Args:
         model: an accelerated model.
@@ -148,21 +151,22 @@ def warm_up_calls(
         dtype: the dtype of autocast; None for no autocast.
 
     Returns:
-        Functions without arguments: one per length and kind of run.
+        Functions without arguments: for each length, one without and one with gradients, if both
+        are asked for.
     """
     query_length = lengths[0]
     queries = synthetic_batch(model, query_length, batch_size)
-    kinds_of_run: list[bool] = []  # whether gradients are computed
+    gradient_modes: list[bool] = []  # whether a run computes gradients
     if inference:
-        kinds_of_run.append(False)
+        gradient_modes.append(False)
     if training:
-        kinds_of_run.append(True)
+        gradient_modes.append(True)
     calls: list[Callable[[], object]] = []
     for length in lengths:
         documents = synthetic_batch(model, length, batch_size)
         calls += [
             partial(_warm_up_step, model, queries, documents, trains=trains, dtype=dtype)
-            for trains in kinds_of_run
+            for trains in gradient_modes
         ]
     return calls
 
@@ -192,7 +196,7 @@ def _warm_up_step(
     trains: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Run a forward pass on documents, and in training a backward pass, to build their kernels.
+    """Run one forward pass, and in training a backward pass, so that their kernels are built.
 
     A SparseEncoder computes the sparse scores of the documents. A MultiVectorEncoder, whose outputs
     are token vectors, scores the documents with the queries. The loss is the sum of all scores. All

@@ -174,7 +174,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
     layer_names = [name for name, module in model.named_modules() if module in layers]
     theta_by_layer: dict[str, Tensor] = {}
     for name in layer_names:
-        theta = _theta_of(name, thetas)
+        theta = _matching_theta(name, thetas)
         if theta is not None:
             theta_by_layer[name] = theta
     missing = [name for name in layer_names if name not in theta_by_layer]
@@ -545,28 +545,30 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(configs.values())
 
 
-def _theta_of(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
-    """Return the parameter of an attention module's learned alpha from a checkpoint.
+def _matching_theta(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
+    """Find the parameter theta of an attention module among those of a checkpoint, by its name.
 
-    The module's name may have a longer or shorter prefix than in the checkpoint, such as
-    ``"model.layers.0.attn"`` for ``"layers.0.attn"``.
+    A learned alpha is computed from theta, which has one number per head. The names of one module
+    may differ in their prefix: the model may have ``"layers.0.attn"`` where the checkpoint has
+    ``"model.layers.0.attn"``, or the other way round.
 
     Args:
-        name: the name of the module in its model.
-        thetas: the parameters of learned alphas, by their names in the checkpoint.
+        name: the name of the attention module in its model.
+        thetas: the parameters theta, by their full names in the checkpoint.
 
     Returns:
         The tensor; None if no name matches, or several do.
     """
     if name + THETA_SUFFIX in thetas:
         return thetas[name + THETA_SUFFIX]
-    dotted_name = f".{name}{THETA_SUFFIX}"
+    # Names are compared with a leading dot, so that only whole parts between dots agree.
+    name_in_model = f".{name}{THETA_SUFFIX}"
     matches = []
     for key in thetas:
-        # The dots make sure that whole parts of the names agree.
-        is_longer_in_checkpoint = key.endswith(dotted_name)
-        is_shorter_in_checkpoint = dotted_name.endswith(f".{key}")
-        if is_longer_in_checkpoint or is_shorter_in_checkpoint:
+        name_in_checkpoint = f".{key}"
+        has_longer_prefix = name_in_checkpoint.endswith(name_in_model)
+        has_shorter_prefix = name_in_model.endswith(name_in_checkpoint)
+        if has_longer_prefix or has_shorter_prefix:
             matches.append(key)
     return thetas[matches[0]] if len(matches) == 1 else None
 

@@ -672,17 +672,20 @@ def _count_blocks(
     tau: Tensor,
     query_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Count the blocks of a call that hold a positive weight, and those that hold an allowed one.
+    """Count the live and the visible blocks of 64 queries by 64 keys.
+
+    A block is visible if masks, causality and the window allow a query of the block to attend to a
+    key of it. It is live if such a pair also has a positive weight.
 
     Args:
         call: the arguments of the attention.
-        tau: the threshold of each query.
-        query_mask: which queries are tokens, ``[B, Nq]``, or None.
+        tau: the threshold of each query; entmax gives the weight 0 to all lower scores.
+        query_mask: which queries are tokens and not padding, ``[B, Nq]``; None for all.
 
     Returns:
-        Both counts per head, ``[H]``, summed over the batch.
+        The numbers of live and of visible blocks per head, ``[H]`` each, summed over the batch.
     """
-    live, visible = live_blocks(
+    n_live, n_visible = live_blocks(
         call.query,
         call.key,
         tau,
@@ -695,7 +698,7 @@ def _count_blocks(
         query_padding_mask=query_mask,
         scale=call.scale,
     )
-    return live.sum(dim=0), visible.sum(dim=0)
+    return n_live.sum(dim=0), n_visible.sum(dim=0)
 
 
 @contextmanager

@@ -328,48 +328,54 @@ def padding_position(model: nn.Module) -> int | None:
     return None
 
 
-def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None = None) -> Tensor:
+def position_ids_of(
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    padding_position_id: int | None = None,
+) -> Tensor:
     """Return position ids of packed tokens within their sequences, int64 ``[T]``.
 
     Args:
         input_ids: token ids, ``[T]``.
         cu_seqlens: offsets of the sequences, ``[B + 1]``.
-        padding: :func:`padding_position` of the model. Padding tokens have this id and this
-            position, and are not counted. The first other token has the next position.
+        padding_position_id: the token id and the position id of padding, in models like RoBERTa.
+            Padding is not counted, and the first other token has the next position. None in other
+            models, which count all tokens from 0 on.
     """
     sequences, positions = token_positions(cu_seqlens, input_ids.numel())
-    if padding is None:
+    if padding_position_id is None:
         return positions
-    is_counted = (input_ids != padding).long()
+    is_counted = (input_ids != padding_position_id).long()
     # Counted tokens before each token of the batch, and in total: [T + 1].
     n_counted_before = torch.cat([is_counted.new_zeros(1), is_counted.cumsum(0)])
     sequence_starts = cu_seqlens.long()[sequences]  # [T]
     n_counted_in_sequence = n_counted_before[1:] - n_counted_before[sequence_starts]
-    return n_counted_in_sequence * is_counted + padding
+    return n_counted_in_sequence * is_counted + padding_position_id
 
 
 def packed_arguments(
     ids: Tensor,
     positions: Tensor,
     cu_seqlens: Tensor,
-    longest: int,
+    max_seqlen: int,
 ) -> dict[str, Any]:
     """Return the arguments of a model's forward for packed tokens, by name.
 
-    transformers and sentence-transformers use the same names. Queries and keys have the same
-    offsets and the same longest sequence. Decoders need those of :func:`decoder_arguments`, too.
+    transformers and sentence-transformers use the same names. In self-attention, queries and keys
+    have the same offsets and the same longest sequence. Decoders need the arguments of
+    :func:`decoder_arguments`, too.
 
     Args:
         ids: token ids, ``[T]``.
         positions: position ids, ``[T]``.
         cu_seqlens: offsets of the sequences, int32 ``[B + 1]``.
-        longest: the length of the longest sequence.
+        max_seqlen: the length of the longest sequence.
     """
     return {
         "input_ids": ids[None],
         "position_ids": positions[None],
         **dict.fromkeys(OFFSET_NAMES, cu_seqlens),
-        **dict.fromkeys(LONGEST_NAMES, longest),
+        **dict.fromkeys(LONGEST_NAMES, max_seqlen),
     }
 
 

@@ -29,9 +29,9 @@ from tilefold._internal.precision import set_precision
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
 from tilefold.integrations.sentence_transformers.graphs import encoding
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
+    GRAPH_TEXT_COUNTS,
+    GRAPH_TOKEN_COUNTS,
     MAX_GRAPHS,
-    TEXT_COUNTS,
-    TOKEN_COUNTS,
     EncodingGraphs,
 )
 from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
@@ -116,7 +116,8 @@ def test_rows_of_every_graph_size_equal_those_of_the_stock_model(
         assert_same_outputs(model.encode(texts).cpu(), stock.encode(texts))
     assert n_graphs(model) >= 4 and not model.encoding_graphs.failed
     assert all(
-        size.texts in TEXT_COUNTS and size.tokens in TOKEN_COUNTS for size in graph_sizes(model)
+        size.texts in GRAPH_TEXT_COUNTS and size.tokens in GRAPH_TOKEN_COUNTS
+        for size in graph_sizes(model)
     )
 
 
@@ -578,12 +579,14 @@ def test_a_model_on_a_cpu_has_no_cuda_graphs_and_restore_removes_them(stock: Any
 
 def test_warm_captures_all_graphs_for_short_texts(stock: Any) -> None:
     model = with_graphs(stock)
-    model.encoding_graphs.warm(lambda texts: model.encode(texts, batch_size=64), longest=32)
+    model.encoding_graphs.capture_all_sizes(
+        lambda texts: model.encode(texts, batch_size=64), longest=32
+    )
     sizes = graph_sizes(model)
     assert sizes == {
         (n_texts, n_tokens)
-        for n_texts in TEXT_COUNTS
-        for n_tokens in TOKEN_COUNTS
+        for n_texts in GRAPH_TEXT_COUNTS
+        for n_tokens in GRAPH_TOKEN_COUNTS
         if 4 * n_texts <= n_tokens <= 32 * n_texts
     }
     for texts in (["a list"], ["x"] * 3, ["sum of numbers"] * 40):

@@ -34,7 +34,7 @@ from tests.integrations.splade_models import CAUSAL_OPTIONS, five_steps, logged_
 from tests.recipes.small import TEXTS as TOKENIZER_TEXTS
 from tests.recipes.small import byte_pairs
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
-from tilefold.integrations.sentence_transformers._trainer import TOKENS
+from tilefold.integrations.sentence_transformers._trainer import PACKED_TOKENS
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
@@ -237,7 +237,7 @@ def test_a_training_has_the_stock_losses(
         )
         if is_accelerated:
             handle = accelerate(trainer)
-            assert TOKENS in handle.active
+            assert PACKED_TOKENS in handle.active
         losses.append(logged_losses(trainer))
     tolerance = 2e-2 if "bf16" in settings else 1e-4
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
@@ -362,7 +362,7 @@ def test_a_decoder_that_stays_padded_is_named_with_the_reason(
     )
     with pytest.warns(UserWarning, match="runs on padded batches: Gemma2ForCausalLM has soft-cap"):
         handle = accelerate(trainer)
-    assert handle.inactive[TOKENS] == f"Gemma2ForCausalLM runs on padded batches: {reason}"
+    assert handle.inactive[PACKED_TOKENS] == f"Gemma2ForCausalLM runs on padded batches: {reason}"
     assert f"packed tokens (Gemma2ForCausalLM runs on padded batches: {reason})" in str(handle)
     handle.restore()
     with pytest.warns(UserWarning, match="runs on padded batches"):

@@ -25,7 +25,11 @@ from tests.integrations.sentence_transformers.packing.test_packed_inputs import 
 from tests.integrations.splade_models import five_steps, logged_losses, tiny_transformer
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
-from tilefold.integrations.sentence_transformers._trainer import BATCHES, SCORES, TOKENS
+from tilefold.integrations.sentence_transformers._trainer import (
+    AHEAD_BATCHES,
+    FUSED_SCORES,
+    PACKED_TOKENS,
+)
 from tilefold.retrieval import DenseIndex, encode_dense_collection, open_dense
 
 MAX_LENGTH = 24
@@ -215,8 +219,10 @@ def test_a_training_has_the_stock_losses_and_restore_undoes_it(
         )
         if is_packed:
             handle = accelerate(trainer)
-            assert handle.active == (TOKENS, BATCHES)
-            assert handle.inactive[SCORES] == "one vector per text has no large matrix of scores"
+            assert handle.active == (PACKED_TOKENS, AHEAD_BATCHES)
+            assert (
+                handle.inactive[FUSED_SCORES] == "one vector per text has no large matrix of scores"
+            )
         losses.append(logged_losses(trainer))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     vectors = model.encode(MANY_TEXTS)

@@ -33,7 +33,11 @@ from tests.integrations.sentence_transformers.packing.test_packed_decoders impor
 )
 from tests.integrations.splade_models import five_steps, logged_losses
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
-from tilefold.integrations.sentence_transformers._trainer import BATCHES, SCORES, TOKENS
+from tilefold.integrations.sentence_transformers._trainer import (
+    AHEAD_BATCHES,
+    FUSED_SCORES,
+    PACKED_TOKENS,
+)
 from tilefold.retrieval import encode_tokens, open_tokens
 
 NONEMPTY = TEXTS[1:]
@@ -143,7 +147,7 @@ def test_a_training_has_the_stock_losses(
             loss=loss,
         )
         if is_fast:
-            assert accelerate(trainer).active == (SCORES, TOKENS, BATCHES)
+            assert accelerate(trainer).active == (FUSED_SCORES, PACKED_TOKENS, AHEAD_BATCHES)
         losses.append(logged_losses(trainer))
     tolerance = 2e-2 if "bf16" in settings else 1e-4
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)

@@ -32,7 +32,10 @@ from tilefold.integrations.sentence_transformers._pooling import (
     fused_forwards,
     sparse_scores,
 )
-from tilefold.integrations.sentence_transformers._unit_vectors import is_invariant, unit_vectors
+from tilefold.integrations.sentence_transformers._unit_vectors import (
+    is_batch_invariant,
+    unit_vectors,
+)
 from tilefold.integrations.sentence_transformers.graphs.capture import (
     GraphCache,
     NumericSettings,
@@ -65,10 +68,10 @@ from tilefold.ops.implementations import switched_off
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
 from tilefold.pipeline.rows import RowCapacityError, SparseRows, packed_rows, unpack_capacity_rows
 
-# The numbers of texts, and of tokens of all texts, that graphs are captured for. A batch uses the
-# smallest numbers into which it fits.
-TEXT_COUNTS = (1, 4, 16, 64)
-TOKEN_COUNTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Graphs are captured for these numbers of texts of a batch, and of tokens of all its texts. A batch
+# uses the graph of the smallest numbers into which it fits.
+GRAPH_TEXT_COUNTS = (1, 4, 16, 64)
+GRAPH_TOKEN_COUNTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Name of the model's attribute with its graphs.
 GRAPHS = "encoding_graphs"
 # Graphs of a model. The least recently used one is dropped.
@@ -78,7 +81,7 @@ CAPACITY = 1024
 MAX_CAPACITY = 1 << 14
 # Graphs of up to this number of texts have a larger row capacity, by the factor below. Their rows
 # take no more memory than those of the largest number of texts.
-_FEW_TEXTS = TEXT_COUNTS[-1] // 4
+_FEW_TEXTS = GRAPH_TEXT_COUNTS[-1] // 4
 _FEW_TEXTS_CAPACITY_FACTOR = 4
 # The largest number of token vectors, with padding, that a graph may compute.
 _MAX_PADDED_TOKENS = 1 << 17
@@ -461,7 +464,7 @@ class EncodingGraphs(Replacement):
         """
         if self.failed or self._is_paused or switched_off() or torch.compiler.is_compiling():
             return False
-        if not 0 < len(texts) <= TEXT_COUNTS[-1]:
+        if not 0 < len(texts) <= GRAPH_TEXT_COUNTS[-1]:
             return False
         if self._state is not None:  # a graph was captured
             return not any(self._state.training_modes())
@@ -586,16 +589,19 @@ class EncodingGraphs(Replacement):
             return None
         return self._encode(texts, prompt, encoding)
 
-    def warm(self, encode: Callable[[list[str]], object], longest: int = 64) -> None:
-        """Capture graphs of all sizes for texts of up to ``longest`` tokens.
+    def capture_all_sizes(self, encode: Callable[[list[str]], object], longest: int = 64) -> None:
+        """Capture the graphs for all numbers of texts of up to ``longest`` tokens.
+
+        Encoding synthetic texts of each size captures its graph.
 
         Args:
-            encode: encodes synthetic texts with these graphs.
+            encode: encodes texts with the model of these graphs, for example its ``encode``.
             longest: the number of tokens of the longest text. The default suits queries.
         """
-        for n_texts in TEXT_COUNTS:
-            for n_tokens in TOKEN_COUNTS:
-                # One token per text stays free, so that the batch surely fits this size.
+        for n_texts in GRAPH_TEXT_COUNTS:
+            for n_tokens in GRAPH_TOKEN_COUNTS:
+                # The largest number of words of one token, such as "a", per text. One token per
+                # text stays free, so that the batch surely fits this size.
                 n_words = n_tokens // n_texts - SPECIAL_TOKENS - 1
                 if n_words < 1 or n_tokens > longest * n_texts:
                     continue
@@ -691,7 +697,7 @@ class EncodingGraphs(Replacement):
         Args:
             n_tokens: the number of tokens of the batch.
         """
-        if not is_invariant(self.owner):
+        if not is_batch_invariant(self.owner):
             return n_tokens
         forwards = self._packed_forwards
         if forwards is None:
@@ -803,10 +809,10 @@ class EncodingGraphs(Replacement):
         Args:
             texts: at most as many texts as the largest graph has room for.
         """
-        n_sequences = next(count for count in TEXT_COUNTS if count >= len(texts)) + 1
+        n_sequences = next(count for count in GRAPH_TEXT_COUNTS if count >= len(texts)) + 1
         max_padded_tokens = self.max_pooled_tokens()
         fitting_counts = (
-            count for count in TOKEN_COUNTS if n_sequences * count <= max_padded_tokens
+            count for count in GRAPH_TOKEN_COUNTS if n_sequences * count <= max_padded_tokens
         )
         room = max(fitting_counts, default=0)
         max_length = self.owner.max_seq_length
@@ -1006,7 +1012,7 @@ def _graph_size(
     ids = features.get("input_ids")
     if not isinstance(ids, Tensor) or ids.device.type != "cpu":
         return None
-    if not 0 < ids.numel() <= TOKEN_COUNTS[-1]:
+    if not 0 < ids.numel() <= GRAPH_TOKEN_COUNTS[-1]:
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names == PACKED:
@@ -1034,8 +1040,8 @@ def _packed_graph_size(
         The size, or None if padding would take too much memory.
     """
     size = GraphSize(
-        texts=next(count for count in TEXT_COUNTS if count >= n_texts),
-        tokens=next(count for count in TOKEN_COUNTS if count >= n_tokens),
+        texts=next(count for count in GRAPH_TEXT_COUNTS if count >= n_texts),
+        tokens=next(count for count in GRAPH_TOKEN_COUNTS if count >= n_tokens),
     )
     n_padded_tokens = (size.texts + 1) * size.tokens  # with the filler text
     if max_padded_tokens is not None and n_padded_tokens > max_padded_tokens:

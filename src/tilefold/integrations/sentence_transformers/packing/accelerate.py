@@ -540,8 +540,8 @@ class PackedForward(Replacement):
         dummy = packed_features(
             ids=ids.new_zeros(1),
             lengths=features[OFFSETS].new_ones(1).long(),
-            padding=self._padding_position(),
-            longest=1,
+            padding_position_id=self._padding_position(),
+            max_seqlen=1,
         )
         outputs = original_forward(transformer, {**features, **dummy}, **kwargs)
         name = transformer.module_output_name

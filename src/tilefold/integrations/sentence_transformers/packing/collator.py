@@ -71,22 +71,25 @@ def _forward_mode(transformer: Transformer, device_type: str) -> _ForwardMode:
 
 
 @dataclass(frozen=True)
-class JoinedColumn:
-    """The entry ``JOINED`` in the features of a column, which leads its forward to all columns.
+class ColumnLink:
+    """Link from the features of one column to the concatenated tokens of all columns of a batch.
 
-    It is not a tuple, because trainers move the items of tuples to a device.
+    The features hold it under the name ``JOINED``. It is not a tuple, because trainers move the
+    items of tuples to a device.
 
     Attributes:
-        columns: the columns of the batch.
+        columns: all columns of the batch, concatenated.
         position: the position of this column among them.
     """
 
-    columns: JoinedColumns
+    columns: ConcatenatedColumns
     position: int
 
 
-class JoinedColumns:
-    """The packed columns of one training batch, whose tokens are joined.
+class ConcatenatedColumns:
+    """The packed columns of one training batch, concatenated, so that one forward runs all of them.
+
+    A column holds the texts of one column of the data set, such as the queries or the documents.
 
     Attributes:
         features: packed features of all tokens, one column after another.
@@ -111,38 +114,39 @@ class JoinedColumns:
         self._mode: _ForwardMode | None = None
 
     def rows(self, columns: list[Features]) -> Features | None:
-        """Return packed features of all texts in row order.
+        """Return packed features of all texts, ordered by the rows of the data set.
 
-        The first row of every column comes first, then the second row of every column.
+        The texts of the first row come first (its query, then its documents), then those of the
+        second row.
 
         Args:
             columns: the features of the columns, as a loss receives them.
 
         Returns:
             Features with offsets int32 ``[N + 1]`` on the CPU. None if ``columns`` are not all
-            columns of this batch, or if they differ in a feature that is not joined.
+            columns of this batch, or if they differ in a feature that is not concatenated.
         """
         if not self._are_all_columns(columns):
             return None
-        joined_names = {*self.features, JOINED}
-        unjoined_features = [
-            {name: value for name, value in features.items() if name not in joined_names}
+        concatenated_names = {*self.features, JOINED}
+        other_features = [
+            {name: value for name, value in features.items() if name not in concatenated_names}
             for features in columns
         ]
-        if any(isinstance(value, Tensor) for value in unjoined_features[0].values()):
+        if any(isinstance(value, Tensor) for value in other_features[0].values()):
             return None
-        if any(features != unjoined_features[0] for features in unjoined_features):
+        if any(features != other_features[0] for features in other_features):
             return None
-        # The texts are stored column by column. Transposed, they are in row order.
+        # The texts are stored column by column, [columns, rows]. Transposed, they are in row order.
         n_columns = len(columns)
         starts = self.offsets[:-1].view(n_columns, -1).T.flatten()
         lengths = self.offsets.diff().view(n_columns, -1).T.flatten()
         offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        # The source of each token is its new position plus the shift of its text.
+        # Tokens move together with their text: each comes from its new position plus this shift.
         shifts = torch.repeat_interleave(starts - offsets[:-1], lengths)
         sources = shifts + torch.arange(int(offsets[-1]))
         device_sources = to_device(sources.numpy(), self.input_ids[0].device)
-        row_features = {**self.features, **unjoined_features[0]}
+        row_features = {**self.features, **other_features[0]}
         for name in TOKEN_NAMES:
             if name in self.features:
                 row_features[name] = self.features[name][:, device_sources]
@@ -152,7 +156,7 @@ class JoinedColumns:
     def _are_all_columns(self, columns: list[Features]) -> bool:
         """Whether features are those of all columns of this batch, in order."""
         entries = [features.get(JOINED) for features in columns]
-        return entries == [JoinedColumn(self, position) for position in range(len(self.input_ids))]
+        return entries == [ColumnLink(self, position) for position in range(len(self.input_ids))]
 
     def run_column(
         self,
@@ -162,8 +166,9 @@ class JoinedColumns:
     ) -> Tensor:
         """Return the token embeddings of a column, ``[1, T_i, D]``, in one forward for all columns.
 
-        The first call runs the Transformer on all columns and stores the outputs. Later calls
-        return these if the modes of the Transformer and of torch have not changed.
+        The first call runs the Transformer on all columns and stores their outputs. A later call
+        for another column returns its output, if the modes of the Transformer and of torch (such as
+        training and autocast) have not changed.
 
         Args:
             position: the position of the column.
@@ -178,25 +183,25 @@ class JoinedColumns:
 
     def _run(self, transformer: Transformer, graphs: StepGraphs | None) -> Sequence[Tensor]:
         """Run a Transformer on all columns, and return the output of each column."""
-        joined_output = None if graphs is None else graphs(self.features)
-        if joined_output is None:  # no graph can run these features
+        all_outputs = None if graphs is None else graphs(self.features)
+        if all_outputs is None:  # no graph can run these features
             features = dict(self.features)
             if graphs is None:
                 features = original_forward(transformer, features)
             else:
                 features = graphs.run_without_graph(features)
-            joined_output = features[transformer.module_output_name]
+            all_outputs = features[transformer.module_output_name]
         column_lengths = [ids.size(1) for ids in self.input_ids]
-        outputs: Sequence[Tensor] = joined_output.split(column_lengths, dim=1)
+        outputs: Sequence[Tensor] = all_outputs.split(column_lengths, dim=1)
         return outputs
 
 
 class CollatedBatch(NamedTuple):
-    """A batch of a collator, with packed columns joined.
+    """A batch of a collator, with the tokens of packed columns joined, that is, concatenated.
 
     Attributes:
-        features: the features of all columns, whose names begin with the column's prefix. The token
-            tensors of joined columns are replaced by ``None``.
+        features: the features of all columns, whose names begin with the column's prefix, such as
+            ``"query_"``. The token tensors of joined columns are replaced by ``None``.
         joined: packed features of all tokens of the joined columns; ``None`` if no columns are
             joined.
         prefixes: the prefixes of the joined columns, which have the same number of texts.
@@ -234,16 +239,19 @@ class CollatedBatch(NamedTuple):
         )
 
     def split_columns(self) -> Features:
-        """Return the features of all columns, as a loss expects them.
+        """Return the features of each column (queries, documents), as a loss expects them.
 
-        The token tensors of joined columns become views of the joined tensors. An entry ``JOINED``
-        lets the forward of a column find the other columns.
+        The tokens of the columns were concatenated, so that one forward can run all of them. Each
+        column gets its part of the tensors as views, and a :class:`ColumnLink` by which its forward
+        reaches the whole tensors.
         """
         if self.joined is None:
             return self.features
         features = dict(self.features)
-        # All joined columns have the same number of texts.
-        n_texts_per_column = (len(self.offsets) - 1) // len(self.prefixes)
+        # ``offsets`` has an entry for each text, one column after another, and one for the end. All
+        # columns have equally many texts, so every n-th entry is the offset of a column.
+        n_texts = len(self.offsets) - 1
+        n_texts_per_column = n_texts // len(self.prefixes)
         column_offsets = self.offsets[::n_texts_per_column].tolist()
         column_ranges = itertools.pairwise(column_offsets)
         for prefix, (start, end) in zip(self.prefixes, column_ranges, strict=True):
@@ -251,17 +259,17 @@ class CollatedBatch(NamedTuple):
                 if name in self.joined:
                     features[prefix + name] = self.joined[name][:, start:end]
         input_ids = [features[prefix + "input_ids"] for prefix in self.prefixes]
-        columns = JoinedColumns(self.joined, input_ids, self.offsets)
+        columns = ConcatenatedColumns(self.joined, input_ids, self.offsets)
         for position, prefix in enumerate(self.prefixes):
-            features[prefix + JOINED] = JoinedColumn(columns, position)
+            features[prefix + JOINED] = ColumnLink(columns, position)
         return features
 
 
 def join_columns(features: Features) -> CollatedBatch:
-    """Join the packed columns of a batch on the CPU, so that one forward can run all of them.
+    """Concatenate the packed columns of a batch on the CPU, so that one forward can run them all.
 
-    The batch is returned as it is if its packed columns do not have the same tensors and the same
-    number of texts.
+    A column holds, for example, the queries or the documents. The columns stay separate if they do
+    not have the same tensors and the same number of texts.
 
     Args:
         features: the output of a data collator, whose names begin with the column's prefix.
@@ -281,8 +289,8 @@ def join_columns(features: Features) -> CollatedBatch:
     joined.update(dict.fromkeys(OFFSET_NAMES, cu_seqlens))
     joined.update(dict.fromkeys(LONGEST_NAMES, longest))
     joined["modality"] = "text"
-    # Trainers tell queries from documents by the order of the names. So the names stay, and the
-    # tensors, which are now copied into ``joined``, are removed.
+    # Trainers tell queries from documents by the order of the names. So the names stay. The tensors
+    # are removed, since ``joined`` has copies of them.
     emptied_features = dict(features)
     for prefix in prefixes:
         for name in names:
@@ -462,7 +470,7 @@ class AheadCollator:
 
     Attributes:
         collator: the data collator of the trainer.
-        join: whether the packed columns of a batch are joined.
+        join: whether the packed columns of a batch are concatenated for one forward.
         cut: counts the texts, and the truncated texts, of the batches that were used.
         read: converts the items of the dataset to rows, in the thread.
     """
@@ -474,7 +482,7 @@ class AheadCollator:
 
         Args:
             collator: the data collator of the trainer.
-            join: whether the packed columns of a batch are joined.
+            join: whether the packed columns of a batch are concatenated for one forward.
         """
         self.collator = collator
         self.join = join
@@ -496,8 +504,8 @@ class AheadCollator:
             features: items of the dataset: rows, or what ``read`` converts to rows.
 
         Returns:
-            A :class:`PendingBatch`. In a worker process of a data loader, which already works ahead
-            of the steps, the collated features.
+            A :class:`PendingBatch`, whose ``to`` waits for the thread. In a worker process of a
+            data loader, which works ahead of the steps by itself, the collated features.
         """
         is_worker = get_worker_info() is not None
         if is_worker:
@@ -539,7 +547,8 @@ class AheadCollator:
             n_rows: the number of rows of the batch.
         """
         for call in truncation.calls:
-            # A call for fewer texts tokenises a prompt, for its length.
+            # Besides columns of texts, the collator tokenises prompts, to learn their lengths. Such
+            # a call has fewer texts than the batch has rows, and is not counted.
             if call.n_texts >= n_rows:
                 self.cut.add("text", call.n_texts, len(call.truncated), call.max_length)
 
@@ -611,7 +620,8 @@ def _with_direct_preprocess(collator: Any, model: Model) -> Any:
         model: the model of the trainer.
     """
     preprocess = getattr(collator, "preprocess_fn", None)
-    # Only a method of the class: accelerate or a caller may have set one on the instance.
+    # Whether it is the method of the model's class, bound to this model. A function that the user
+    # has put on the instance must run as it is.
     is_own_method = getattr(preprocess, "__self__", None) is model and getattr(
         preprocess, "__func__", None
     ) is getattr(type(model), "preprocess", None)

@@ -111,7 +111,8 @@ class _Plan(NamedTuple):
             truncated.
         constants: the features that are not tensors and are the same for every batch, such as the
             length of the prompt.
-        padding_id: :func:`padding_position` of the model.
+        padding_position_id: the position id of padding tokens, in models like RoBERTa that have
+            one; ``None`` in other models.
         expansion: features of an expanded query without tokens, ``[1, L]``; ``None`` if texts are
             not expanded.
         padding: how texts are padded; ``None`` if the stock method must pad them.
@@ -119,7 +120,7 @@ class _Plan(NamedTuple):
 
     truncation: Features | None
     constants: Features
-    padding_id: int | None
+    padding_position_id: int | None
     expansion: Features | None = None
     padding: _Padding | None = None
 
@@ -391,10 +392,10 @@ class PackedInputs(Replacement):
             constants={
                 name: value for name, value in expected.items() if not isinstance(value, Tensor)
             },
-            padding_id=padding_position(self.owner.model),
+            padding_position_id=padding_position(self.owner.model),
         )
         if expansion is None:
-            expected = pack_features(expected, plan.padding_id)
+            expected = pack_features(expected, plan.padding_position_id)
         elif expected["input_ids"].size(1) == expansion["length"]:
             plan = plan._replace(expansion=_expansion_of(expected))
         else:
@@ -534,7 +535,7 @@ def _features_of(encodings: list[Any], plan: _Plan) -> Features:
     """
     if len(encodings) == 1 and plan.expansion is None:
         token_ids = encodings[0].ids
-        if plan.padding_id not in token_ids:
+        if plan.padding_position_id not in token_ids:
             return _single_text_features(token_ids, plan)
     ids, lengths = _flat_ids(encodings)
     if plan.expansion is not None:
@@ -542,7 +543,7 @@ def _features_of(encodings: list[Any], plan: _Plan) -> Features:
     offsets = offsets_of(lengths)
     packed = packed_arguments(
         torch.from_numpy(ids),
-        torch.from_numpy(_position_ids(ids, offsets, plan.padding_id)),
+        torch.from_numpy(_position_ids(ids, offsets, plan.padding_position_id)),
         torch.from_numpy(offsets.astype(np.int32)),
         int(lengths.max(initial=0)),
     )
@@ -587,7 +588,7 @@ def _padded_features(encodings: list[Any], padding: _Padding, constants: Feature
     }
 
 
-def _position_ids(ids: Int64, offsets: Int64, padding_id: int | None) -> Int64:
+def _position_ids(ids: Int64, offsets: Int64, padding_position_id: int | None) -> Int64:
     """Return the position ids of packed tokens within their texts, ``[T]``.
 
     This is :func:`position_ids_of` for arrays on the CPU.
@@ -595,16 +596,18 @@ def _position_ids(ids: Int64, offsets: Int64, padding_id: int | None) -> Int64:
     Args:
         ids: token ids, ``[T]``.
         offsets: offsets of the texts, ``[B + 1]``.
-        padding_id: :func:`padding_position` of the model. Padding tokens have this position and are
-            not counted. The first other token of a text has the next position.
+        padding_position_id: the token id and the position id of padding, in models like RoBERTa.
+            Padding is not counted, and the first other token of a text has the next position. None
+            in other models.
     """
-    if padding_id is None:
-        padding_id = -1  # not the id of any token: all are counted, from position 0 on
-    is_counted = ids != padding_id
+    if padding_position_id is None:
+        # No token has the id -1. So all tokens are counted, and the next position is 0.
+        padding_position_id = -1
+    is_counted = ids != padding_position_id
     n_counted_before = offsets_of(is_counted)  # before each token, and in total: [T + 1]
     n_before_text = np.repeat(n_counted_before[offsets[:-1]], np.diff(offsets))
     n_counted_in_text = n_counted_before[1:] - n_before_text
-    positions: Int64 = n_counted_in_text * is_counted + padding_id
+    positions: Int64 = n_counted_in_text * is_counted + padding_position_id
     return positions
 
 
@@ -616,13 +619,13 @@ def _single_text_features(token_ids: list[int], plan: _Plan) -> Features:
         plan: the plan with which the text was tokenised.
     """
     length = len(token_ids)
-    first_position = 0 if plan.padding_id is None else plan.padding_id + 1
+    first_position = 0 if plan.padding_position_id is None else plan.padding_position_id + 1
     position_ids = np.arange(first_position, first_position + length, dtype=np.int64)
     packed = packed_arguments(
         ids=torch.from_numpy(np.array(token_ids, np.int64)),
         positions=torch.from_numpy(position_ids),
         cu_seqlens=torch.from_numpy(np.array([0, length], np.int32)),
-        longest=length,
+        max_seqlen=length,
     )
     return packed | plan.constants
 
@@ -704,37 +707,46 @@ def on_device(features: Mapping[str, object], device: torch.device | str) -> Fea
     }
 
 
-def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: int) -> Features:
+def packed_features(
+    ids: Tensor,
+    lengths: Tensor,
+    padding_position_id: int | None,
+    max_seqlen: int,
+) -> Features:
     """Return features of packed tokens, with the names of sentence-transformers' flattened inputs.
+
+    The network takes them as arguments of the same names.
 
     Args:
         ids: token ids, ``[T]``.
         lengths: the number of tokens of each text, ``[B]``.
-        padding: the position id of padding tokens, see :func:`padding_position`, or None.
-        longest: the number of tokens of the longest text.
+        padding_position_id: the position id of padding tokens, in models like RoBERTa that have
+            one; None in other models.
+        max_seqlen: the number of tokens of the longest text.
     """
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
     return packed_arguments(
         ids,
-        position_ids_of(ids, cu_seqlens, padding),
+        position_ids_of(ids, cu_seqlens, padding_position_id),
         cu_seqlens,
-        longest,
+        max_seqlen,
     )
 
 
-def pack_features(features: Features, padding: int | None) -> Features:
+def pack_features(features: Features, padding_position_id: int | None) -> Features:
     """Convert padded features to packed ones.
 
     The CPU waits once for the GPU if the features are on a GPU.
 
     Args:
         features: the output of ``preprocess``.
-        padding: the position id of padding tokens, see :func:`padding_position`, or None.
+        padding_position_id: the position id of padding tokens, in models like RoBERTa that have
+            one; None in other models.
 
     Returns:
-        Packed features; the features themselves if they are not padded texts, or if the tokens of a
-        text are not contiguous.
+        Packed features; the features themselves if they are not padded texts, or if there is
+        padding between the tokens of a text.
     """
     if not _are_padded_texts(features):
         return features
@@ -743,11 +755,11 @@ def pack_features(features: Features, padding: int | None) -> Features:
     token_types = features.get("token_type_ids")
     pooling_mask = features.get(POOLING_MASK)
     summary = _summarize(is_token, lengths, token_types, pooling_mask)
-    if summary.max_runs > 1:
+    if summary.max_runs > 1:  # padding between tokens
         return features
     sources = _token_sources(is_token, lengths, summary.n_tokens)
     packed_ids = features["input_ids"].long().flatten()[sources]
-    packed = packed_features(packed_ids, lengths, padding, summary.longest)
+    packed = packed_features(packed_ids, lengths, padding_position_id, summary.longest)
     if token_types is not None and summary.has_types:  # models use zeros by default
         packed["token_type_ids"] = token_types.flatten()[sources][None]
     if pooling_mask is not None:

@@ -31,7 +31,7 @@ from tilefold.integrations.sentence_transformers._heads import (
     is_multi_vector,
 )
 from tilefold.integrations.sentence_transformers._pooling import fused_forwards
-from tilefold.integrations.sentence_transformers._unit_vectors import is_invariant
+from tilefold.integrations.sentence_transformers._unit_vectors import is_batch_invariant
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     packed_inputs,
@@ -83,10 +83,10 @@ def batches_of(
     texts: Sequence[str],
     progress: Callable[[int], object],
 ) -> Iterator[Batch]:
-    """Encode texts with a stream, the longest first.
+    """Encode texts in batches, the longest texts first, while threads tokenise the next ones.
 
     Args:
-        stream: the stream.
+        stream: the encoder, which reads windows of texts: groups that are tokenised together.
         texts: any number of texts.
         progress: is called with the number of texts of each batch.
 
@@ -108,18 +108,19 @@ def batches_of(
         for item in items:
             if not isinstance(item, Batch):  # the start of the stream or the end of a window
                 continue
-            if isinstance(item.rows, Exception):  # a single text could not be encoded
+            if isinstance(item.rows, Exception):  # of a text that could not be encoded by itself
                 raise item.rows
             n_texts = len(item.positions)
             if truncation is not None:
                 truncation.add(n_texts, item.cut, item.max_length)
+            # The batch has positions in its window. Return positions in ``texts`` instead.
             window = windows[item.window]
             yield item._replace(positions=[window[position] for position in item.positions])
             progress(n_texts)
 
 
 def _window_boundaries(lengths: Tensor) -> list[int]:
-    """Divide texts into windows, which are tokenised one after another.
+    """Divide texts into windows: groups that are tokenised together, one after another.
 
     The first window is small, so that the device starts early. Each later window has at least
     ``WINDOW_TEXTS`` texts and about ``WINDOW_CHARACTERS`` characters, but at most ``GROWTH`` times
@@ -222,7 +223,7 @@ class SparseBatchEncoder(Replacement):
         """Encode many texts to sparse rows.
 
         Args:
-            windows: windows of texts. Each is tokenised as one, and divided into batches.
+            windows: groups of texts. Each is tokenised as one, and divided into batches.
             task: ``"query"``, ``"document"`` or None.
             top_k: the largest number of entries per row; by default the model's
                 ``max_active_dims``.
@@ -262,7 +263,7 @@ class TokenBatchEncoder(Replacement):
         """Encode many texts to token vectors in a number type for storage.
 
         Args:
-            windows: windows of texts. Each is tokenised as one, and divided into batches.
+            windows: groups of texts. Each is tokenised as one, and divided into batches.
             task: ``"query"`` or ``"document"``.
             storage: the number type, ``"fp16"`` or ``"int8"``.
             batch_tokens: tokens per batch; by default chosen for the device.
@@ -301,7 +302,7 @@ class DenseBatchEncoder(Replacement):
         Vectors are scaled to length 1 if the model uses cosine similarity.
 
         Args:
-            windows: windows of texts. Each is tokenised as one, and divided into batches.
+            windows: groups of texts. Each is tokenised as one, and divided into batches.
             task: ``"query"`` or ``"document"``.
             storage: the number type, ``"fp32"``, ``"fp16"`` or ``"int8"``.
             dimension: the number of leading entries of a vector that are stored.
@@ -328,9 +329,10 @@ class DenseBatchEncoder(Replacement):
 class FusedEncode(Replacement):
     """Replaces ``encode`` of one model.
 
-    A CUDA graph encodes the texts of a single batch, and a stream encodes more texts. The stock
-    method runs for everything else, such as inputs that are not strings, several processes, or
-    options of the processor.
+    A CUDA graph encodes the texts of a single batch. More texts are encoded in a stream: background
+    threads tokenise the next texts meanwhile. sentence-transformers' method ("stock") runs for
+    everything else, such as inputs that are not strings, several processes, or options of the
+    processor.
 
     A ``batch_size`` below 32 limits the texts of a batch. Otherwise batches are limited by a number
     of tokens that is chosen for the device.
@@ -349,22 +351,23 @@ class FusedEncode(Replacement):
         elif "inputs" in kwargs:
             kwargs["inputs"] = _listed_inputs(model, kwargs["inputs"])
         arguments = _bind_arguments(stock, args, kwargs)
-        if arguments is not None and _is_supported(model, arguments):
+        if arguments is not None and _can_encode_faster(model, arguments):
             show_progress = _shows_progress(stock, arguments)
             if not _is_one_batch(arguments):
-                return _encode_stream(model, arguments, show_progress)
-            # The stock method shows the progress bar of a single batch.
-            result = None if show_progress else _encode_one_batch(model, arguments)
+                return _encode_many(model, arguments, show_progress)
+            # sentence-transformers' ``encode`` runs if a single batch needs a progress bar.
+            result = None if show_progress else _encode_few(model, arguments)
             if result is not None:
                 return result
-            if _normalizes_invariant_vectors(model, arguments):
-                vectors = _encode_stream(model, _with_listed_texts(arguments), show_progress)
+            if _must_normalize_batch_invariantly(model, arguments):
+                vectors = _encode_many(model, _with_listed_texts(arguments), show_progress)
                 return vectors[0] if isinstance(arguments["inputs"], str) else vectors
-        # Outputs of a SentenceTransformer other than its vectors have the padding of the stock one.
+        # Token states of a SentenceTransformer, and such outputs, are returned with padding, as
+        # sentence-transformers returns them.
         returns_tokens = False
         if arguments is not None and is_dense(model):
             returns_tokens = arguments["output_value"] != "sentence_embedding"
-            if returns_tokens and is_invariant(model):
+            if returns_tokens and is_batch_invariant(model):
                 raise ValueError(
                     "output_value must be 'sentence_embedding' with invariant=True, got "
                     f"{arguments['output_value']!r}, which is computed with padding and so depends "
@@ -393,15 +396,18 @@ def _is_one_batch(arguments: Options) -> bool:
     return len(_texts_of(arguments)) <= batch_size
 
 
-def _normalizes_invariant_vectors(model: Model, arguments: Options) -> bool:
-    """Whether ``encode`` must scale vectors to length 1 in the same bits for any number of them.
+def _must_normalize_batch_invariantly(model: Model, arguments: Options) -> bool:
+    """Whether ``encode`` must scale vectors to length 1 with the same bits for any number of texts.
+
+    ``accelerate(invariant=True)`` promises vectors that have the same bits in every batch.
+    sentence-transformers' own ``encode`` would scale them with a kernel that depends on the batch.
 
     Args:
         model: an accelerated model.
         arguments: the arguments of ``encode`` by name.
     """
     has_texts = arguments["inputs"] != []
-    return has_texts and is_invariant(model) and bool(arguments.get("normalize_embeddings"))
+    return has_texts and is_batch_invariant(model) and bool(arguments.get("normalize_embeddings"))
 
 
 def _with_listed_texts(arguments: Options) -> Options:
@@ -413,7 +419,7 @@ def _shows_progress(stock: Any, arguments: Options) -> bool:
     """Whether a call of ``encode`` shows a progress bar; by default its logger decides.
 
     Args:
-        stock: the stock ``encode``.
+        stock: the ``encode`` of the model's class in sentence-transformers.
         arguments: the arguments of ``encode`` by name.
     """
     if arguments["show_progress_bar"] is not None:
@@ -421,17 +427,22 @@ def _shows_progress(stock: Any, arguments: Options) -> bool:
     return logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
 
 
-def _encode_stream(model: Model, arguments: Options, show_progress: bool) -> Any:
-    """Encode the texts of a call of ``encode`` with a stream, and return its result.
+def _encode_many(model: Model, arguments: Options, show_progress: bool) -> Any:
+    """Encode the texts of a call of ``encode``, while background threads tokenise the next ones.
 
     Args:
-        model: an accelerated model, which stays in eval mode, as after the stock method.
+        model: an accelerated model. It stays in eval mode, as after sentence-transformers' own
+            ``encode``.
         arguments: the arguments of ``encode`` by name.
         show_progress: whether a progress bar is shown.
+
+    Returns:
+        The result of the call: vectors in the form that the arguments ask for.
     """
     model.eval()
     batch_size = arguments["batch_size"]
-    # The default size and larger ones leave the limit to the number of tokens.
+    # A small batch size limits the texts of a batch, for example to save memory. With the default
+    # or a larger one (None), only the number of tokens is limited, which suits the device better.
     limit = batch_size if batch_size < _DEFAULT_BATCH_SIZE else None
     if is_dense(model):
         return _encode_many_dense(model, arguments, limit, show_progress)
@@ -439,7 +450,7 @@ def _encode_stream(model: Model, arguments: Options, show_progress: bool) -> Any
     return encode(model, arguments, limit, show_progress)
 
 
-def _encode_one_batch(model: Model, arguments: Options) -> Any:
+def _encode_few(model: Model, arguments: Options) -> Any:
     """Encode the texts of a call of ``encode`` with a CUDA graph, if possible.
 
     Args:
@@ -447,7 +458,7 @@ def _encode_one_batch(model: Model, arguments: Options) -> Any:
         arguments: the arguments of ``encode`` by name.
 
     Returns:
-        The result of the call, or None if the stock method must run.
+        The result of the call, or None if sentence-transformers' own ``encode`` must run.
     """
     if is_dense(model):
         encode = _encode_few_dense
@@ -486,12 +497,12 @@ def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Op
     that the method collects in ``**kwargs`` are a dictionary under the name ``kwargs``.
 
     Args:
-        stock: the stock ``encode``.
+        stock: the ``encode`` of the model's class in sentence-transformers.
         args: the positional arguments without ``self``.
         kwargs: the keyword arguments.
 
     Returns:
-        The arguments, or None if the call is wrong; the stock method then raises the error.
+        The arguments, or None if the call is wrong; ``stock`` then raises the error.
     """
     names, defaults = _parameters(stock)
     if len(args) > len(names):
@@ -510,7 +521,7 @@ def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
     """Return the parameters of ``encode`` without ``self`` and ``**kwargs``.
 
     Args:
-        stock: the stock ``encode``.
+        stock: the ``encode`` of a model's class in sentence-transformers.
 
     Returns:
         The names of the parameters in their order, and the default values by name.
@@ -529,8 +540,11 @@ def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
     return tuple(parameter.name for parameter in named), defaults
 
 
-def _is_supported(model: Model, arguments: Options) -> bool:
-    """Whether a CUDA graph or a stream can encode the inputs of a call of ``encode``.
+def _can_encode_faster(model: Model, arguments: Options) -> bool:
+    """Whether a faster way than sentence-transformers' ``encode`` returns the result of a call.
+
+    Several batches are encoded in a stream, while background threads tokenise the next texts. A
+    single batch is faster with a CUDA graph, and otherwise not.
 
     Args:
         model: an accelerated model.
@@ -540,22 +554,26 @@ def _is_supported(model: Model, arguments: Options) -> bool:
     batch_size = arguments["batch_size"]
     if not (isinstance(inputs, (str, list)) and isinstance(batch_size, int) and batch_size > 0):
         return False
-    # A single batch is faster with a CUDA graph only, and a stream needs several batches.
+    # Besides CUDA graphs, vectors that must be normalized with equal bits rule out the other
+    # ``encode``, even for a single batch.
     if (
         _is_one_batch(arguments)
         and not _may_use_graph(model, arguments)
-        and not _normalizes_invariant_vectors(model, arguments)
+        and not _must_normalize_batch_invariantly(model, arguments)
     ):
         return False
-    if _runs_elsewhere(model, arguments):
+    if _uses_other_device_or_processes(model, arguments):
         return False
     if not all(isinstance(text, str) for text in _texts_of(arguments)):
         return False
-    return _returns_vectors_of_kind(model, arguments)
+    return _returns_plain_vectors(model, arguments)
 
 
-def _returns_vectors_of_kind(model: Model, arguments: Options) -> bool:
-    """Whether a call of ``encode`` returns what the streams of the model's kind compute.
+def _returns_plain_vectors(model: Model, arguments: Options) -> bool:
+    """Whether a call of ``encode`` asks for the vectors of the model as they are.
+
+    These are sparse, dense or token vectors, by the class of the model. Other calls ask for
+    quantized or pooled vectors, or for other outputs.
 
     Args:
         model: an accelerated model.
@@ -598,7 +616,7 @@ def _returns_splade_scores(model: Model, arguments: Options) -> bool:
     return ends_in_splade and arguments["kwargs"].keys() <= {"task"}
 
 
-def _runs_elsewhere(model: Model, arguments: Options) -> bool:
+def _uses_other_device_or_processes(model: Model, arguments: Options) -> bool:
     """Whether a call of ``encode`` uses another device than the model's, or other processes."""
     device = arguments.get("device")
     has_other_device = device is not None and device not in (model.device, str(model.device))
@@ -614,8 +632,8 @@ def _encode_few_sparse(model: Model, arguments: Options) -> Any:
         arguments: the arguments of ``encode`` by name.
 
     Returns:
-        A matrix or a list of rows, as the arguments ask for, also for a single input. None if no
-        graph can run.
+        A matrix ``[N, V]`` or a list of its rows, as the arguments ask for; N is 1 for a single
+        input. None if no graph can run.
     """
     graphs = graphs_of(model)
     if graphs is None:
@@ -682,8 +700,8 @@ def _encode_few_dense(model: Model, arguments: Options) -> Any:
         arguments: the arguments of ``encode`` by name.
 
     Returns:
-        The vectors as an array, a tensor or a list, as the arguments ask for, also for a single
-        input. None if no graph can run.
+        The vectors ``[N, D]`` as an array, a tensor or a list of vectors, as the arguments ask for;
+        N is 1 for a single input. None if no graph can run.
     """
     graphs = graphs_of(model)
     if graphs is None:
@@ -748,27 +766,38 @@ def _encode_many_sparse(
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode many texts to sparse rows in a stream; same result as ``SparseEncoder.encode``.
+    """Encode many texts to sparse rows, while background threads tokenise the next ones.
 
     Args:
         model: an accelerated SparseEncoder in eval mode.
-        arguments: the arguments of ``encode`` by name.
+        arguments: the arguments of ``encode`` by name. ``arguments["kwargs"]`` holds those that
+            ``encode`` collects in ``**kwargs``.
         batch_size: the largest number of texts per batch; None for no limit.
         show_progress: whether a progress bar is shown.
+
+    Returns:
+        The result of ``SparseEncoder.encode``: a sparse or dense matrix ``[N, V]`` or a list of its
+        rows, as the arguments ask for.
     """
     texts = arguments["inputs"]
+    stays_on_gpu = model.device.type != "cpu" and not arguments["save_to_cpu"]
     stream = SparseStream(
         model,
         sparse_options(model, arguments["max_active_dims"], min_weight=0.0),
-        to_host=arguments["save_to_cpu"] or model.device.type == "cpu",
+        to_host=not stays_on_gpu,
         task=arguments["kwargs"].get("task"),
         prompt=_prompt_of_call(model, arguments),
         batch_size=batch_size,
     )
     batches = list(_batches_with_progress(stream, texts, show_progress, "Texts"))
     offsets, columns, values = concatenate_rows(batches, len(texts))
-    vocab_size = batches[0].rows.vocab_size
-    matrix = _as_coo(offsets.diff(), columns, values, vocab_size, values.device)
+    matrix = _as_coo(
+        counts=offsets.diff(),  # entries per row
+        columns=columns,
+        values=values,
+        vocab_size=batches[0].rows.vocab_size,
+        device=values.device,
+    )
     return _convert_rows(matrix, arguments)
 
 
@@ -778,7 +807,7 @@ def _encode_many_tokens(
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode many texts to token vectors in a stream; same result as ``MultiVectorEncoder.encode``.
+    """Encode many texts to token vectors, while background threads tokenise the next ones.
 
     Args:
         model: an accelerated MultiVectorEncoder in eval mode.
@@ -787,7 +816,8 @@ def _encode_many_tokens(
         show_progress: whether a progress bar is shown.
 
     Returns:
-        The vectors ``[n, D]`` of each text, in the order of the texts.
+        The result of ``MultiVectorEncoder.encode``: the vectors ``[n, D]`` of each text, in the
+        order of the texts.
     """
     texts = arguments["inputs"]
     to_numpy = bool(arguments["convert_to_numpy"])
@@ -813,7 +843,7 @@ def _encode_many_dense(
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode many texts to dense vectors; same result as ``SentenceTransformer.encode``.
+    """Encode many texts to dense vectors, while background threads tokenise the next ones.
 
     Args:
         model: an accelerated SentenceTransformer in eval mode.
@@ -822,7 +852,8 @@ def _encode_many_dense(
         show_progress: whether a progress bar is shown.
 
     Returns:
-        The vectors as an array, a tensor or a list, as the arguments ask for.
+        The result of ``SentenceTransformer.encode``: an array, a tensor or a list, as the arguments
+        ask for.
     """
     texts = arguments["inputs"]
     stream = streams.DenseStream(
@@ -835,6 +866,7 @@ def _encode_many_dense(
         batch_size=batch_size,
     )
     batches = list(_batches_with_progress(stream, texts, show_progress, "Batches"))
+    # Batches hold the longest texts first. The inverse permutation restores the order of the texts.
     positions = torch.tensor([position for batch in batches for position in batch.positions])
     rows = torch.cat([row for batch in batches for row in batch.rows])  # [N, D]
     vectors = rows[positions.argsort().to(rows.device)]

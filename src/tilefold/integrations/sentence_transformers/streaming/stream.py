@@ -23,7 +23,10 @@ from torch import Tensor
 from tilefold._internal.csr import csr_tensor, to_csr
 from tilefold._internal.typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
-from tilefold.integrations.sentence_transformers._unit_vectors import is_invariant, unit_vectors
+from tilefold.integrations.sentence_transformers._unit_vectors import (
+    is_batch_invariant,
+    unit_vectors,
+)
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
     CAPACITY,
     MAX_CAPACITY,
@@ -78,7 +81,8 @@ CPU_TOKENS = 4096  # faster than a half and a quarter of it, see benchmarks/note
 PADDED_TEXTS = 32  # texts per padded batch
 WAITING_BATCHES = 8  # batches of token ids that wait for the model
 
-# The row capacity of a model's next stream, if a row of an earlier stream exceeded CAPACITY.
+# The number of entries that a model's next stream reserves for each row, if a row of an earlier
+# stream had more than CAPACITY.
 _learned_capacities: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 _TASK_PROMPTS = {"query": ["query"], "document": ["document", "passage", "corpus"]}
@@ -197,9 +201,10 @@ def _run_model(model: Model, features: Features, task_kwargs: dict[str, str]) ->
         The features with the outputs of all modules.
     """
     features = _with_dummy_tokens(features)
-    # Faster linear layers on a CPU. Those of an invariant model choose their products themselves.
+    # Linear layers of a batch-invariant model must not change: the same bits in every batch depend
+    # on how they multiply. All others are replaced by faster ones on a CPU.
     faster_layers: AbstractContextManager[object] = nullcontext()
-    if not is_invariant(model):
+    if not is_batch_invariant(model):
         faster_layers = fast_linear(model, torch.device(model.device))
     with faster_layers:
         outputs: Features = model(packing.on_device(features, model.device), **task_kwargs)
@@ -244,7 +249,7 @@ def no_rows(vocab_size: int) -> Tensor:
 
 
 def _prune(scores: Tensor, options: SparseOptions) -> Tensor:
-    """Convert dense scores ``[B, V]`` to CSR with the entries that the options keep."""
+    """Convert dense scores ``[B, V]`` to CSR, and drop entries below the minimum or the top k."""
     scores = scores.where(scores > options.min_weight, 0)
     if options.top_k is not None:
         scores = keep_heaviest(scores, options.top_k)
@@ -310,9 +315,9 @@ class _LaunchedBatch(NamedTuple):
 def _result_or_none(function: Callable[..., T], *args: object, **kwargs: object) -> T | None:
     """Call a function that tokenises texts, and return None if it raises an error.
 
-    One faulty text must not prevent the encoding of the others. All texts are tokenised again in
-    smaller batches, and finally one by one, when the error of the faulty text is raised. The error
-    is logged here, in case it only occurs for many texts together.
+    One faulty text must not prevent the encoding of the others. So the caller tokenises all texts
+    again in smaller batches, and finally one by one, which raises the error of the faulty text. The
+    error is logged here, because it may not occur again in smaller batches.
 
     Args:
         function: the function.
@@ -410,8 +415,8 @@ class TextStream(ABC):
         """Encode windows of texts. A text that fails does not affect the others.
 
         Args:
-            windows: the windows. None means that no window is ready yet: the thread that waits for
-                one then checks whether it should stop.
+            windows: groups of texts that are tokenised together. None in place of a window lets the
+                tokenising thread check whether it should stop, while a source waits for texts.
 
         Yields:
             A :class:`StreamStart` when tokenisation has begun, then the batches of each window and
@@ -424,7 +429,7 @@ class TextStream(ABC):
     def _encode_batches(self, batches: Iterable[TokenBatch | WindowEnd]) -> Iterator[Item]:
         """Launch batches, and yield their rows in the same order once they are on the CPU.
 
-        Up to ``IN_FLIGHT`` batches run on the device before the stream waits for the first one.
+        Up to ``IN_FLIGHT`` batches run on the device before the CPU waits for the first one.
 
         Args:
             batches: the tokenised batches of all windows, with the end of each window.
@@ -433,7 +438,7 @@ class TextStream(ABC):
             Batches of rows, and the ends of windows.
         """
         waiting: deque[_LaunchedBatch | WindowEnd] = deque()
-        n_batches = 0  # in ``waiting``
+        n_batches = 0  # batches in ``waiting``, which also holds ends of windows
         for batch in batches:
             if isinstance(batch, WindowEnd):
                 waiting.append(batch)
@@ -457,15 +462,19 @@ class TextStream(ABC):
     ) -> Iterator[Iterable[TokenBatch | WindowEnd]]:
         """Tokenise windows in one background thread, and divide them into batches in another.
 
-        Both threads stop at the end of the context.
+        A window is a group of texts that are tokenised together. Both threads stop at the end of
+        the context.
 
         Args:
-            windows: the windows; None if no window is ready yet.
+            windows: the windows. None in place of a window lets the thread check whether it should
+                stop, while a source of windows waits for texts.
 
         Yields:
-            An iterable of tokenised batches, with the end of each window.
+            An iterable of the tokenised batches of each window, followed by a :class:`WindowEnd`.
         """
         stop = threading.Event()
+        # ``depth`` is how many finished items a thread holds: one window, which may have the tokens
+        # of several batches, or several batches, so that the model never waits for tokens.
         with (
             Prefetcher(
                 self._tokenize_windows(windows),
@@ -488,14 +497,14 @@ class TextStream(ABC):
     ) -> Iterator[_TokenizedWindow | None]:
         """Tokenise windows one after another, if the model accepts packed tokens.
 
-        This runs in the first thread of the pipeline. The Rust tokenizer releases the GIL.
+        This runs in the first background thread. The Rust tokenizer releases the GIL.
 
         Args:
-            windows: the windows; None if no window is ready yet.
+            windows: groups of texts that are tokenised together; None while there are no texts yet.
 
         Yields:
-            For each window, its prepared texts with a function that makes their features, or with
-            None if batches must be tokenised separately. None for None.
+            For each window, its texts with a function that makes their features, or with None if
+            each batch must be tokenised by itself. None is passed on.
         """
         for window in windows:
             if window is None:
@@ -529,13 +538,13 @@ class TextStream(ABC):
         self,
         windows: Iterable[_TokenizedWindow],
     ) -> Iterator[TokenBatch | WindowEnd]:
-        """Divide windows into batches; this runs in the second thread.
+        """Divide tokenised windows into batches; this runs in the second background thread.
 
-        A window that is not tokenised yet is tokenised batch by batch. Batches whose texts are all
-        skipped are left out.
+        A window that is not tokenised yet is tokenised batch by batch. Batches are left out if none
+        of their texts needs a row (``skip``), for example because it was encoded before.
 
         Args:
-            windows: the windows of the first thread.
+            windows: groups of texts that the first thread has tokenised.
 
         Yields:
             The batches of each window, then the end of the window.
@@ -572,7 +581,7 @@ class TextStream(ABC):
             positions=features["position_ids"][0].numpy(),
             offsets=features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
-        # Skipped texts are encoded with their batch, but not counted.
+        # Texts of ``skip`` need no rows. They are encoded with their batch, but not counted.
         truncated = window.truncation.truncated_positions(len(window.texts)) - window.skip
         batches = batches_by_tokens(token_ids.lengths, self.batch_tokens, self.batch_size)
         for batch_positions in batches:
@@ -594,11 +603,12 @@ class TextStream(ABC):
     ) -> Iterator[TokenBatch]:
         """Divide the texts of a window into batches of one size, and tokenise each batch by itself.
 
-        This is the path of models that do not accept packed tokens.
+        Models that do not accept packed tokens need it, and windows that could not be tokenised as
+        one.
 
         Args:
             window_number: the number of the window.
-            window: the window, whose texts are not tokenised yet.
+            window: a group of texts that are not tokenised yet.
 
         Yields:
             The batches, with texts of similar length together.
@@ -638,7 +648,7 @@ class TextStream(ABC):
     def packed_features(self, ids: TokenIds) -> Features:
         """Return features on the device for packed token ids on the CPU.
 
-        Ids, positions and offsets are joined, so that one copy moves all of them.
+        Ids, positions and offsets are concatenated, so that one copy moves all of them.
 
         Args:
             ids: the packed token ids with their positions and offsets.
@@ -653,10 +663,10 @@ class TextStream(ABC):
         return {**self.constant_features, **packed}
 
     def _collect(self, item: _LaunchedBatch | WindowEnd) -> Iterator[Item]:
-        """Wait for the rows of a batch, or encode its texts again if it failed.
+        """Wait for the rows of a batch, or encode its texts again if that failed.
 
         Args:
-            item: the batch, or the end of a window, which is passed on.
+            item: the launched batch. The end of a window is passed on.
 
         Yields:
             The batch with its rows; several smaller batches after a failure.
@@ -669,7 +679,7 @@ class TextStream(ABC):
         if item.pending is not None:
             try:
                 rows = self._fetch(item.pending)
-            except Exception as error:  # the device reports errors late
+            except Exception as error:  # a GPU reports errors of a launch here, not at the launch
                 exceeded_capacity = isinstance(error, RowCapacityError)
             else:
                 yield Batch(
@@ -680,7 +690,8 @@ class TextStream(ABC):
                     max_length=batch.max_length,
                 )
                 return
-        # A retry has no row capacity, so that after such an error all texts can be tried together.
+        # A row with too many entries is no fault of a text. A retry has no row capacity, so all
+        # texts can be tried together. After other errors, the batch is divided at once.
         yield from self._encode_again(batch, starts_with_halves=not exceeded_capacity)
 
     def _encode_again(self, batch: TokenBatch, *, starts_with_halves: bool) -> Iterator[Batch]:
@@ -815,7 +826,9 @@ class SparseStream(TextStream):
         )
 
     def _fetch(self, pending: PendingSparseRows | PendingCapacityRows) -> SparseRows:
-        """Return the rows of a batch, or raise the capacity of later batches if a row exceeds it.
+        """Return the rows of a batch; if a row exceeds the capacity, raise that of later batches.
+
+        The capacity is the number of entries that are reserved for each sparse row.
 
         Args:
             pending: the rows, which may still be copied.
