@@ -307,7 +307,9 @@ def accelerate(
 
 
 def _use_fp8(model: Model) -> None:
-    """Let the trunks of an accelerated model multiply in fp8, or restore the model with an error.
+    """Let the networks of an accelerated model, without their LM heads, multiply in fp8.
+
+    If that is not possible, the model is restored before the error is raised.
 
     Args:
         model: the model.
@@ -336,7 +338,7 @@ def _check_quantizes_head(model: Model, quantize: str | None) -> None:
 
     Args:
         model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer.
-        quantize: see :func:`accelerate`.
+        quantize: ``"fp8"`` if the LM head is to be rounded to fp8, otherwise None.
     """
     if quantize is None:
         return
@@ -366,10 +368,10 @@ def _accelerate_stock(
     Args:
         model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer, changed in place.
         impl: the implementation of the operator.
-        check: whether self-checks run.
-        quantize: see :func:`accelerate`.
-        packed: see :func:`accelerate`.
-        screen: see :func:`accelerate`.
+        check: whether results are compared with those of the unchanged model.
+        quantize: ``"fp8"`` to round LM heads to fp8 in inference; None for no rounding.
+        packed: whether Transformers run on packed tokens, if they can.
+        screen: whether a product in int8 first finds the scores that can be positive.
     """
     _check_quantizes_head(model, quantize)
     n_heads = 0
@@ -454,13 +456,14 @@ def _fuse_heads(
     Args:
         model: the SparseEncoder.
         impl: the implementation of the operator.
-        check: whether the scores of each head are compared with the stock ones.
+        check: whether the scores of each head are compared with those of the unchanged model.
         quantize: ``"fp8"`` to round heads and hidden states; None for no rounding.
-        screen: whether a product in 8 bits first finds the scores that can be positive.
+        screen: whether a product in int8 first finds the scores that can be positive.
 
     Returns:
         The number of fused LM heads.
     """
+    # Each pooling with the LM head and the Transformer before it; some poolings need no head.
     fusables = find_fusable_poolings(model)
     with_head = [fusable for fusable in fusables if fusable.head is not None]
     for fusable in with_head:
@@ -497,8 +500,8 @@ def _fuse_heads(
 def _add_fast_encode(model: Model) -> None:
     """Put CUDA graphs and a faster ``encode`` on the instance of a model.
 
-    A SentenceTransformer gets graphs later, if it runs on packed tokens: its graphs encode no
-    others. An ``encode`` that was already set on the instance is kept.
+    Graphs of a SentenceTransformer encode packed tokens only, so it gets them after its Transformer
+    was made to accept these. An ``encode`` that the user has set on the instance stays.
 
     Args:
         model: the model.
@@ -593,9 +596,9 @@ def is_accelerated(model: Model) -> bool:
 def _check_head_is_fused(transformer: Transformer, _: object) -> None:
     """Raise an error if another LM head has replaced the fused one.
 
-    This is a forward pre-hook of the Transformer. Adding or merging an adapter replaces the head's
-    layer. The new layer would compute logits, and the fused pooling would read them as hidden
-    states.
+    This is a forward pre-hook of the Transformer. A fused head returns hidden states, which the
+    fused pooling reads. Adding or merging an adapter replaces the layer of the head. The new layer
+    would compute logits, and the pooling would read them as hidden states.
 
     Args:
         transformer: the module with the LM head.
@@ -623,13 +626,14 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     Raises:
         ValueError: if the model overrides a similarity method, or scores differ.
     """
-    stock_class = next(
+    # A subclass of the user may override the methods that are replaced.
+    library_class = next(
         base for base in type(model).__mro__ if base.__name__ == "MultiVectorEncoder"
     )
     functions = [FusedSimilarity(model, name, impl) for name in _SIMILARITY_FUNCTIONS]
     for function in functions:
         name = function.name
-        is_overridden = getattr(type(model), name) is not getattr(stock_class, name)
+        is_overridden = getattr(type(model), name) is not getattr(library_class, name)
         if name in vars(model) or is_overridden:
             raise ValueError(
                 f"model must score with MultiVectorEncoder.{name}, got a "
@@ -709,7 +713,9 @@ def encode_sparse(
             prompt = prompt_of(model, task, prompt_name)
         if switched_off():
             with in_eval_mode(model):
-                return _encode_stock(model, texts, options, task, prompt, batch_size or FEW)
+                return _encode_without_acceleration(
+                    model, texts, options, task, prompt, batch_size or FEW
+                )
         if len(texts) > FEW or batch_tokens is not None:
             batches = _encode_in_stream(
                 model,
@@ -811,7 +817,7 @@ def _encode_in_this_thread(
     return batches
 
 
-def _encode_stock(
+def _encode_without_acceleration(
     model: Model,
     texts: list[str],
     options: SparseOptions,
@@ -819,7 +825,7 @@ def _encode_stock(
     prompt: str | None,
     batch_size: int,
 ) -> Tensor:
-    """Encode texts with the stock ``encode`` of a model; same result as :func:`encode_sparse`.
+    """Encode texts with sentence-transformers' ``encode``; same result as :func:`encode_sparse`.
 
     Args:
         model: a SparseEncoder in eval mode that is not accelerated.
@@ -843,7 +849,7 @@ def _encode_stock(
         convert_to_sparse_tensor=True,
         save_to_cpu=True,
     ).coalesce()
-    is_kept = scores.values() > options.min_weight
+    is_kept = scores.values() > options.min_weight  # ``encode`` has applied ``top_k`` only
     rows = torch.sparse_coo_tensor(
         scores.indices()[:, is_kept],
         scores.values()[is_kept],

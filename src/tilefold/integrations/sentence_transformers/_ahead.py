@@ -42,37 +42,39 @@ def compile_head_ahead(
 ) -> None:
     """Start to compile the kernels of self-checks and of a few documents, and return at once.
 
-    Only the scores of a stock SpladePooling are known well enough. Kernels that other poolings need
-    are compiled at their first call.
+    Only calls for a ``SpladePooling`` can be foreseen. Kernels that other poolings need are
+    compiled at their first call.
 
     Args:
         fusable: the pooling with its head.
         impl: the implementation of the operator.
-        screen: as in :func:`accelerate`.
+        screen: whether the operator first finds the scores that can be positive, by a product in
+            int8.
         check: whether self-checks run next.
     """
     calls = (*_CHECKS, *_DOCUMENTS) if check else _DOCUMENTS
-    _compile_calls(calls, fused_pooling(fusable.pooling), fusable.head, screen, impl)
+    _compile_known_calls(calls, fused_pooling(fusable.pooling), fusable.head, screen, impl)
 
 
-def _compile_calls(
+def _compile_known_calls(
     calls: Sequence[ExpectedCall],
     pooling: Any,
     head: nn.Module,
     screen: bool,
     impl: str,
 ) -> None:
-    """Start to compile the kernels of a head for some calls, if it is known well enough.
+    """Start to compile the kernels of a head for some calls, if these can be foreseen.
 
     Args:
         calls: the calls, the first one first.
         pooling: the fused pooling.
         head: the LM head before it.
-        screen: as in :func:`accelerate`.
+        screen: whether the operator first finds the scores that can be positive, by a product in
+            int8.
         impl: the implementation of the operator.
     """
     linear = base_linear(head)
-    if _is_known(pooling, linear):
+    if _can_foresee_calls(pooling, linear):
         compile_ahead(
             calls,
             linear.weight,
@@ -116,7 +118,7 @@ def compile_training_head_ahead(trainer: Any) -> None:
             continue
         pooling: Any = forward.pooling
         linear = base_linear(forward.head)
-        if not _is_known(pooling, linear):
+        if not _can_foresee_calls(pooling, linear):
             continue
         weight = linear.weight
         out_dtype = weight.dtype
@@ -142,9 +144,10 @@ def compile_training_head_ahead(trainer: Any) -> None:
         )
 
 
-def _is_known(pooling: object, linear: nn.Linear) -> bool:
-    """Return whether the calls of a head can be foreseen.
+def _can_foresee_calls(pooling: object, linear: nn.Linear) -> bool:
+    """Return whether the calls of the operator for a pooling and its head can be foreseen.
 
-    Those of poolings that are not stock cannot, nor those of weights that are sharded or quantised.
+    They can for the ``SpladePooling`` of sentence-transformers, with a weight that is neither
+    sharded nor quantised.
     """
     return isinstance(pooling, StockPooling) and type(linear.weight) is nn.Parameter

@@ -69,7 +69,10 @@ _CHECKED_WORDS = (1, 3, 10, 40, 2, 90)
 
 
 class InvariantLinear(Replacement):
-    """Replaces the forward of one linear layer, which then multiplies rows in groups."""
+    """Replaces the forward of one linear layer, so that a row has the same bits in every batch.
+
+    The layer multiplies rows in groups of fixed sizes, since kernels depend on the number of rows.
+    """
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Compute the layer; with gradients, as the class of the layer does.
@@ -85,7 +88,9 @@ class InvariantLinear(Replacement):
 
 
 class InvariantNorm(Replacement):
-    """Replaces the forward of one norm, such as RMSNorm, which then pads few rows.
+    """Replaces the forward of one norm, such as RMSNorm, so that a row has the same bits always.
+
+    Few rows are padded, since kernels for few rows add in another order.
 
     Args:
         owner: the norm.
@@ -109,7 +114,8 @@ class InvariantNorm(Replacement):
         if torch.is_grad_enabled():
             outputs: Tensor = stock_forward(hidden_states)
             return outputs
-        # Norms of several architectures have one name, such as RMSNorm, and run other kernels.
+        # ``apply_rowwise`` tests once for each name how few rows must be padded. Norms of several
+        # architectures have one class name, such as RMSNorm, and run other kernels.
         name = f"{type(norm).__module__}.{type(norm).__qualname__}"
         if self.is_fusible and runs_fused(norm, hidden_states):
             fused_forward = functools.partial(fused_rms_norm, norm)
@@ -118,7 +124,10 @@ class InvariantNorm(Replacement):
 
 
 class InvariantNormalize(Replacement):
-    """Replaces the forward of one ``Normalize``, which then pads few vectors."""
+    """Replaces the forward of one ``Normalize``, so that a vector has the same bits in every batch.
+
+    Few vectors are padded, since kernels for few rows add in another order.
+    """
 
     def __call__(self, features: Features) -> Features:
         """Scale the vectors of one feature to length 1; with gradients, as ``Normalize`` does.
@@ -234,7 +243,13 @@ def _refusal(name: str, reason: str) -> ValueError:
 
 
 def _check_pipelines(model: Model) -> None:
-    """Raise ``ValueError`` for a module of sentence-transformers that may not be invariant."""
+    """Raise ``ValueError`` for a module whose results for a text may depend on the batch.
+
+    Only modules of sentence-transformers are examined, and their options.
+
+    Args:
+        model: the model.
+    """
     for pipeline in pipelines_of(model):
         for module in pipeline:
             name = type(module).__name__
@@ -255,7 +270,7 @@ def _check_pipelines(model: Model) -> None:
 
 
 def _check_dense_pooling(pooling: Pooling) -> None:
-    """Raise ``ValueError`` for a pooling of dense vectors that is not invariant."""
+    """Raise ``ValueError`` for a pooling of dense vectors whose sums may depend on the batch."""
     modes = _modes_of(pooling)
     is_exact = _EXACT_POOLINGS.issuperset(modes)
     if modes != ("mean",) and not is_exact:
@@ -271,13 +286,16 @@ def _modes_of(pooling: Pooling) -> tuple[str, ...]:
 
 
 def _replacement_for(module: nn.Module) -> Replacement | None:
-    """Return an invariant forward for a module, or None if its own forward is invariant.
+    """Return a forward for a module that computes the same bits in every batch.
 
     Args:
         module: any module of a model.
 
+    Returns:
+        The replacement, or None if the module's own forward does so already.
+
     Raises:
-        ValueError: if no invariant forward is known.
+        ValueError: if no such forward is known.
     """
     if isinstance(module, Pooling):
         return InvariantMean(module) if _modes_of(module) == ("mean",) else None
@@ -296,10 +314,10 @@ def _replacement_for(module: nn.Module) -> Replacement | None:
 def _check_is_stock_forward(module: nn.Module) -> None:
     """Raise ``ValueError`` if another library or the user has replaced the forward of a module.
 
-    An invariant forward computes what the class of the module does, which may be something else.
+    Our replacement would compute what the class of the module does, not what theirs does.
 
     Args:
-        module: a module whose forward is to be replaced by an invariant one.
+        module: a module whose forward ``accelerate(invariant=True)`` replaces.
     """
     forward = vars(module).get("forward")
     if forward is not None and not isinstance(forward, Replacement):
@@ -307,14 +325,20 @@ def _check_is_stock_forward(module: nn.Module) -> None:
 
 
 def _sums_rows(module: nn.Module) -> bool:
-    """Whether a module is a norm, except for LayerNorm, whose kernels treat every row by itself."""
+    """Whether a module is a norm whose sum along a row may depend on the number of rows.
+
+    All norms count except for LayerNorm, whose kernels treat every row by itself. Norms are
+    recognised by the names of their classes.
+    """
     is_layer_norm = type(module).forward is nn.LayerNorm.forward
     is_leaf = next(module.children(), None) is None
     return is_leaf and not is_layer_norm and "norm" in type(module).__name__.lower()
 
 
 def _replacement_for_linear(layer: nn.Linear) -> InvariantLinear | None:
-    """Return an invariant forward for a linear layer; None for a fused head, which needs none.
+    """Return a forward for a linear layer that computes the same bits in every batch.
+
+    It is None for a fused LM head, whose forward multiplies nothing.
 
     Args:
         layer: the layer.
@@ -358,11 +382,14 @@ def _is_activation(module: nn.Module) -> bool:
 def _composed_activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return a function that computes an activation alike for all elements of an array on a CPU.
 
+    The activation itself computes the last elements, which do not fill a vector register, in
+    another way.
+
     Args:
         module: an activation.
 
     Returns:
-        The function, or None if the activation itself computes all elements alike.
+        The function, or None if the activation itself computes all elements with the same bits.
 
     Raises:
         ValueError: if no such function is known.
@@ -407,7 +434,7 @@ def _check_invariance(model: Model) -> None:
     """Compare the vectors of a few texts, each encoded alone and together with the others.
 
     Args:
-        model: a model after :func:`make_invariant`.
+        model: a model whose modules all compute the same bits in every batch.
 
     Raises:
         ValueError: if a vector differs.

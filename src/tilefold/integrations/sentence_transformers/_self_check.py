@@ -105,11 +105,11 @@ class _ProbeRun(NamedTuple):
 
 
 def check_fused_head(fusable: FusablePooling, impl: str) -> None:
-    """Compare the fused scores of two short texts with the stock ones.
+    """Compare the fused scores of two short texts with those of the unchanged model.
 
-    The network runs three times: as a probe whether the model changes logits after its LM head, for
-    stock scores, and for fused scores. Its backbone, which is equal in all three, runs once.
-    Parameters, training modes and the random state do not change.
+    The network runs three times: with a probe in place of its LM head, which shows whether the
+    model changes logits after the head; unchanged; and fused. Its backbone, which is equal in all
+    three, runs once. Parameters, training modes and the random state do not change.
 
     Args:
         fusable: the pooling with its Transformer and its LM head.
@@ -149,7 +149,7 @@ def check_fused_head(fusable: FusablePooling, impl: str) -> None:
 
 
 def _run_with_probe(fusable: FusablePooling, features: Features) -> _ProbeRun:
-    """Run a Transformer with a probe in place of its LM head."""
+    """Run a Transformer with a probe in place of its LM head, which returns known logits."""
     probe = HeadProbe(base_linear(fusable.head).out_features)
     with _replaced_forward(fusable.head, probe):
         output = fusable.transformer(dict(features))["token_embeddings"]
@@ -166,10 +166,10 @@ def _fused_scores(fusable: FusablePooling, features: Features, impl: str) -> Ten
 
 @contextmanager
 def _backbone_run_once(fusable: FusablePooling) -> Iterator[None]:
-    """Run the backbone of a network once within the context, and return its output again.
+    """Run the backbone of a network once within the context, and reuse its output in later calls.
 
-    A call with other arguments runs, and so does every call if the network has no backbone apart
-    from its LM head.
+    The backbone is the network below its LM head. It runs again for other arguments. Nothing is
+    reused if the network has no backbone apart from its head.
 
     Args:
         fusable: the pooling with its Transformer and its LM head.
@@ -257,7 +257,8 @@ def _check_logits_untouched(
         scale = (output.flatten()[0] / logits.flatten()[0]).float()
         scaled_logits = scale * logits.float()
         is_scaled = torch.allclose(output.float(), scaled_logits, rtol=_SCALE_TOLERANCE)
-        # Without a bias, a factor on the hidden states is the same factor on the logits.
+        # The network scales the output of its head. A fused head outputs hidden states, so these
+        # are scaled instead: without a bias, the logits are the same.
         if is_scaled and head_operands(fusable.head, probe.hidden[0]).bias is None:
             return
     raise ValueError(

@@ -22,7 +22,8 @@ def unit_vectors(vectors: Tensor, model: Model) -> Tensor:
 
     Args:
         vectors: vectors that the model has computed.
-        model: the model. If it is invariant, the bits do not depend on the number of vectors.
+        model: the model. With ``accelerate(invariant=True)``, the bits do not depend on the number
+            of vectors.
     """
     if is_batch_invariant(model):
         return normalize_rows(vectors)

@@ -41,7 +41,7 @@ class LayerCut:
 
 @contextlib.contextmanager
 def cut_layers(model: nn.Module) -> Iterator[LayerCut]:
-    """Divide the next forward pass into lower and upper layers, which are differentiated in turn.
+    """Divide the next forward pass into lower and upper layers, for a backward pass in two parts.
 
     DDP can then send the gradients of the upper layers while the lower ones are differentiated.
     The layers are the longest ``ModuleList`` of the model. The pass is not divided if no list has
@@ -143,10 +143,12 @@ def lower_positions(parts: Sequence[Gradients]) -> set[int]:
     """Return the positions of the parameters whose gradients the lower layers complete.
 
     Args:
-        parts: the items of :func:`backward_parts`, one or two.
+        parts: the gradients of all parameters after each part of the backward pass, as
+            :func:`backward_parts` yields them: after all layers, or after the upper and after all.
     """
     after_upper = parts[0]
     complete = parts[-1]
+    # ``backward_parts`` yields the same tensor object again if the lower layers add nothing to it.
     return {
         position
         for position, (upper, total) in enumerate(zip(after_upper, complete, strict=True))

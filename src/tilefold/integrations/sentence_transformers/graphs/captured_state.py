@@ -58,7 +58,7 @@ class ModelStructure:
         for module in self.modules:
             members += [module._modules, module._parameters, module._buffers]
         self._sizes = _DictionarySizes([*members, *self._hooks])
-        # Views show later values, the list keeps the recorded ones.
+        # The views show the members that the modules have later. The list keeps the recorded ones.
         self._member_views = [dictionary.values() for dictionary in members if dictionary]
         self._recorded_members = list(chain.from_iterable(self._member_views))
 

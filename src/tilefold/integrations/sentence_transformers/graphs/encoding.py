@@ -211,7 +211,8 @@ class _SparseEncoding(_Encoding[SparseRows]):
 
         Args:
             features: the static inputs of the model.
-            size: the size of the graph. The model computes one more row, of the filler text.
+            size: the size of the graph. The model computes one more row: unused tokens form a
+                filler text, whose row is dropped.
         """
         rows = self.graphs.fixed_capacity_rows(features, self.task, self.options, size)
         return _SparseResults(
@@ -234,7 +235,8 @@ class _SparseEncoding(_Encoding[SparseRows]):
         graph = captured.graph
         host = _SparseResults(*graph.host_results)
         device = _SparseResults(*graph.device_results)
-        # The entries of a single row are contiguous: a slice of the device's results suffices.
+        # Entries of several rows must be gathered, which is done on the CPU. Those of a single row
+        # are contiguous, so a slice of the results on the GPU suffices.
         stays_on_gpu = not self.to_host and n_texts == 1 and self.graphs.device.type == "cuda"
         entries = device if stays_on_gpu else host
         rows = unpack_capacity_rows(
@@ -275,7 +277,8 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
 
         Args:
             features: the static inputs of the model.
-            size: the size of the graph. The model encodes one more text, the filler text.
+            size: the size of the graph. The model encodes one more text: unused tokens form a
+                filler text, whose vectors are dropped.
         """
         outputs = self.graphs.run_model(features, self.task)
         vectors = outputs["token_embeddings"][: size.texts]
@@ -350,7 +353,8 @@ class _DenseEncoding(_Encoding[Tensor]):
 
         Args:
             features: the static inputs of the model.
-            size: the size of the graph. The model encodes one more text, the filler text.
+            size: the size of the graph. The model encodes one more text: unused tokens form a
+                filler text, whose vector is dropped.
         """
         outputs = self.graphs.run_model(features, self.task)
         vectors = outputs["sentence_embedding"][: size.texts, : self.dimension]
@@ -457,7 +461,7 @@ class EncodingGraphs(Replacement):
         self._initialize()
 
     def may_run(self, texts: Sequence[str]) -> bool:
-        """Whether a graph might be usable, judging by the number of texts alone.
+        """Whether a graph might encode texts, judging by their number and the state of the model.
 
         Args:
             texts: the texts.
@@ -472,10 +476,10 @@ class EncodingGraphs(Replacement):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the model run without graphs, and keep them, while the context is open.
+        """Let the model run without graphs while the context is open, and keep the graphs.
 
-        The model may be changed within the context, and is changed back before it ends. Otherwise
-        the first text after a change would drop all graphs.
+        The caller may change the model within the context, if it undoes the change before the end.
+        Without this context, the first text after the change would drop all graphs.
         """
         self._is_paused = True
         try:
@@ -623,10 +627,11 @@ class EncodingGraphs(Replacement):
         return self.capacity
 
     def _raise_row_capacity(self, size: GraphSize, max_entries: int) -> None:
-        """Drop the graphs of a size, so that new ones have room for the entries of a row.
+        """Raise the number of entries that graphs of a size reserve for each sparse row.
 
-        Beyond the largest capacity, all graphs are turned off. Otherwise an untrained model, whose
-        rows have almost no zeros, would be captured again and again.
+        The graphs of this size are dropped, so that new ones are captured. Beyond the largest
+        capacity, all graphs are turned off. Otherwise an untrained model, whose rows have almost no
+        zeros, would be captured again and again.
 
         Args:
             size: the size of the graphs.
@@ -651,7 +656,8 @@ class EncodingGraphs(Replacement):
         Args:
             texts: the texts.
             prompt: text that is put before every text.
-            encoding: the kind of the encoding, which reads the results.
+            encoding: whether sparse rows, token vectors or dense vectors are computed; it reads
+                them from the results of a graph.
 
         Returns:
             The encoded texts, or None if the model must run without a graph.
@@ -671,6 +677,7 @@ class EncodingGraphs(Replacement):
         if size is None:
             return None
         with self._lock:
+            # A replay that reads freed memory may fail. Other changes are detected after a replay.
             if self._state is not None and not self._state.has_same_memory():
                 self._drop_graphs()
             for _ in range(_MAX_ATTEMPTS):
@@ -679,7 +686,8 @@ class EncodingGraphs(Replacement):
                 captured = self._graph_for(size, features, encoding)
                 if captured is None:
                     return None
-                if not self._replay(captured, features):
+                is_valid = self._replay(captured, features)
+                if not is_valid:  # the model has changed since the capture
                     self._drop_graphs()
                     continue
                 try:
@@ -692,7 +700,8 @@ class EncodingGraphs(Replacement):
     def _padded_token_count(self, n_tokens: int) -> int:
         """Return the least number of tokens of a graph for a batch of packed texts.
 
-        An invariant model has a larger number for few tokens, so that its layers pad few rows.
+        It is the number of tokens of the batch, except for a small batch of a batch-invariant
+        model: its layers would pad their rows one by one, for equal bits in every batch.
 
         Args:
             n_tokens: the number of tokens of the batch.
@@ -703,7 +712,7 @@ class EncodingGraphs(Replacement):
         if forwards is None:
             forwards = packed_forwards(self.owner)
             self._packed_forwards = forwards
-        with autocast_of(self.owner):  # the dtype decides which numbers of rows have equal bits
+        with autocast_of(self.owner):  # the dtype decides which numbers of rows give equal bits
             counts = [forward.padded_token_count(n_tokens) for forward in forwards]
         return max(counts, default=n_tokens)
 
@@ -801,24 +810,26 @@ class EncodingGraphs(Replacement):
         return self._reads_task
 
     def _may_fit(self, texts: Sequence[str]) -> bool:
-        """Whether a graph may have room for texts whose vectors are padded, by their characters.
+        """Whether a graph may have room for texts, judging by their numbers of characters.
 
-        Tokenising many tokens only to learn that they do not fit would take longer than a graph of
-        other texts saves.
+        Without this estimate, long texts would be tokenised twice: here, only to learn that they do
+        not fit into a graph, and again by the slower way.
 
         Args:
-            texts: at most as many texts as the largest graph has room for.
+            texts: at most as many texts as the largest graph has room for. Their token vectors are
+                padded to the number of tokens of the graph.
         """
+        # A graph has a filler text for unused tokens, besides its texts.
         n_sequences = next(count for count in GRAPH_TEXT_COUNTS if count >= len(texts)) + 1
         max_padded_tokens = self.max_pooled_tokens()
         fitting_counts = (
             count for count in GRAPH_TOKEN_COUNTS if n_sequences * count <= max_padded_tokens
         )
-        room = max(fitting_counts, default=0)
+        max_tokens = max(fitting_counts, default=0)  # of all texts of a graph
         max_length = self.owner.max_seq_length
-        limit = room if max_length is None else max_length
-        n_tokens = sum(min(len(text) // _CHARACTERS_PER_TOKEN, limit) for text in texts)
-        return n_tokens <= room
+        tokens_per_text = max_tokens if max_length is None else max_length  # texts are truncated
+        n_tokens = sum(min(len(text) // _CHARACTERS_PER_TOKEN, tokens_per_text) for text in texts)
+        return n_tokens <= max_tokens
 
     def max_pooled_tokens(self) -> int:
         """Return the largest number of padded tokens of a batch whose graph contains a Pooling.
@@ -838,8 +849,8 @@ class EncodingGraphs(Replacement):
     def leaves_out_prompts(self) -> bool:
         """Whether a Pooling of the model leaves out the tokens of the prompt.
 
-        It looks for padding before the prompt, for which the CPU waits for the GPU. That cannot be
-        captured.
+        Such a Pooling looks for padding before the prompt, for which the CPU waits for the GPU. A
+        CUDA graph cannot capture that.
         """
         if self._pools_without_prompts is None:
             self._pools_without_prompts = any(
@@ -928,11 +939,11 @@ class EncodingGraphs(Replacement):
         options: SparseOptions,
         size: GraphSize,
     ) -> CapacityRows:
-        """Run the model on static inputs and return sparse rows of fixed capacity.
+        """Run the model on static inputs, and return sparse rows of a fixed capacity.
 
-        A graph needs a fixed capacity, because the shapes of its results cannot change. A
-        SpladePooling of sentence-transformers is asked for such rows. The scores of other poolings
-        are converted.
+        The capacity is the number of entries that are reserved for each row: the shapes of a
+        graph's results cannot change. A SpladePooling of sentence-transformers is asked for such
+        rows. The scores of other poolings are converted.
 
         Args:
             features: the features of the model.
@@ -942,6 +953,7 @@ class EncodingGraphs(Replacement):
         """
         capacity = self.row_capacity(size)
         forwards = fused_forwards(self.owner)
+        # Poolings of sentence-transformers can return such rows themselves.
         has_stock_poolings = all(isinstance(forward.pooling, StockPooling) for forward in forwards)
         output_context: AbstractContextManager[None] = contextlib.nullcontext()
         if has_stock_poolings:
@@ -996,15 +1008,15 @@ def _graph_size(
     max_padded_tokens: int | None,
     padded_token_count: Callable[[int], int],
 ) -> GraphSize | None:
-    """Return the size of the graph for a batch.
+    """Return the size of the graph that runs a batch: its numbers of texts and of tokens.
 
     Args:
         features: the features of the batch.
         n_texts: the number of texts of the batch.
-        max_padded_tokens: the largest number of padded token vectors of a graph; None if it pads
-            none.
-        padded_token_count: returns the least number of tokens of a graph for packed texts of a
-            number of tokens.
+        max_padded_tokens: the largest number of token vectors of a graph after padding; None if it
+            does not pad them.
+        padded_token_count: returns the least number of tokens of the graph, for the number of
+            tokens of a packed batch.
 
     Returns:
         The size, or None if no graph can run the batch.

@@ -96,7 +96,8 @@ class InputBuffers:
             name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
         if self._is_packed:
-            # The length of the longest text is captured, so it must be an upper bound.
+            # A graph repeats the value at its capture. So the length of the longest text is an
+            # upper bound for all batches.
             for name in LONGEST_NAMES:
                 self._constants[name] = size.tokens
         layouts = input_layouts(features, size)
@@ -122,7 +123,8 @@ class InputBuffers:
                 view[:] = values
             elif name == OFFSETS:
                 view[: values.size] = values
-                # Missing texts are empty. The filler text has all unused tokens.
+                # Missing texts get the offset of the end, so they are empty. The last text is a
+                # filler with all unused tokens.
                 view[values.size : -1] = values[-1]
                 view[-1] = self.size.tokens
             else:

@@ -166,9 +166,9 @@ class StaticInputs:
         return features
 
     def fill(self, features: Features) -> None:
-        """Copy a packed batch into the input tensors and put unused tokens into filler sequences.
+        """Copy a packed batch into the input tensors; unused tokens form filler sequences.
 
-        Filler sequences have the largest length until the unused tokens run out. The remaining
+        Each filler sequence has the largest length, until the unused tokens run out. The remaining
         ones are empty.
 
         Args:
@@ -206,7 +206,9 @@ class StepGraph:
         gradients: list[Tensor | None],
         memory: GraphMemory,
     ) -> None:
-        """Warm up, then capture the forward pass and each part of the backward pass.
+        """Run the encoder a few times to warm up, then capture its forward and backward pass.
+
+        If the backward pass is divided, each of its two parts is captured by itself.
 
         Args:
             run_encoder: runs the forward pass.
@@ -223,7 +225,8 @@ class StepGraph:
         with memory.warming_up():
             for _ in range(n_warm_up_runs):
                 self._warm_up(run_encoder, parameters, gradients)
-        # Activations take most of the GPU's memory. The warm-up's are cached, not free.
+        # Activations take most of the GPU's memory. torch has cached the memory of those of the
+        # warm-up, which a capture cannot use. So the cache is released.
         self._forward_graph = torch.cuda.CUDAGraph()
         with memory.capturing(self._forward_graph, releases_cache=True):
             output, cut = run_encoder(inputs.features())

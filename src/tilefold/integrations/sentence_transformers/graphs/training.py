@@ -83,8 +83,8 @@ class StepGraphs:
             layers are differentiated, so that DDP can send them in the meantime.
         failed: whether no graph can be captured.
         graphs: the captured graphs by their size.
-        serial: the number of forward passes so far. Graphs overwrite the activations of the pass
-            before, so a backward pass with an older number repeats its forward pass first.
+        serial: the number of replayed forward passes. Each overwrites the activations of the one
+            before, so a backward pass whose forward pass has an older number repeats it first.
         lacks_memory: whether the last capture was put off, because too little memory was free.
         bucket_gradients: the gradients in DDP's buckets, by the id of the parameter.
         parameters: the parameters of the encoder that require gradients.
@@ -187,7 +187,9 @@ class StepGraphs:
         return self._replay(graph, features)
 
     def run_without_graph(self, features: Features, **kwargs: object) -> Features:
-        """Run the original forward of the Transformer, and note how much memory it takes.
+        """Run the original forward of the Transformer, and measure the memory of its activations.
+
+        A later capture needs to know whether the GPU has room for them.
 
         Args:
             features: the packed batch, to which the output is added.
@@ -205,7 +207,7 @@ class StepGraphs:
         return outputs
 
     def _may_run(self, features: Features) -> bool:
-        """Whether a graph could run a batch with the same results as the model.
+        """Whether a graph could run a batch, with the same results as the model has.
 
         Args:
             features: the packed batch.
@@ -262,7 +264,7 @@ class StepGraphs:
         )
 
     def _graph_for(self, pack: PackSize, features: Features) -> Any:
-        """Return the smallest cached graph that fits a batch, or capture one if its size recurs.
+        """Return the smallest cached graph that fits a batch, or capture one for a repeated size.
 
         Args:
             pack: the size of the batch.
@@ -330,6 +332,8 @@ class StepGraphs:
             for parameter, gradient in zip(self.parameters, self.gradients, strict=True)
             if gradient is None
         )
+        # Besides the activations of the graph, those of a batch without a graph must fit, and the
+        # rest of the step.
         needed_bytes = _FREE_MEMORY_PER_ACTIVATIONS * activation_bytes + gradient_bytes
         if torch.cuda.mem_get_info(device)[0] < needed_bytes:
             # Graphs have memory of their own, and cannot use what torch has cached for others.
@@ -432,12 +436,13 @@ class StepGraphs:
             features: the static inputs of the encoder.
         """
         transformer = self.transformer
-        # An empty cut says that the pass is not divided.
+        # The cut holds the hidden states at which the backward pass is divided into upper and lower
+        # layers. An empty cut means that it is not divided.
         cut_context: AbstractContextManager[LayerCut] = contextlib.nullcontext(LayerCut())
         if self.divides_backward:
             cut_context = cut_layers(transformer.model)
         with uncached_autocast(features["input_ids"].device.type), cut_context as cut:
-            # The forward of the instance may call these graphs.
+            # Not the forward of the instance, which may call these graphs.
             outputs = original_forward(transformer, features)
         return EncoderPass(outputs[transformer.module_output_name], cut)
 
@@ -464,6 +469,7 @@ class StepGraphs:
         # did, a backward pass would seem pending forever, and no graph would run any more.
         marker = _BackwardMarker()
         self._pending_backward = weakref.ref(marker)
+        # Parameters of the lower and of the upper layers, by their positions in ``parameters``.
         lower = self._used_parameters(graph.lower_positions)
         upper = self._used_parameters(set(range(len(self.parameters))) - graph.lower_positions)
         lower_done = None
@@ -492,9 +498,9 @@ class StepGraphs:
         return [parameter._version for parameter in self.parameters]
 
     def repeat_forward(self, graph: Any, forward_pass: _ForwardPass) -> None:
-        """Run a forward pass again, because its activations were used up or overwritten.
+        """Run a forward pass again, because a later pass has overwritten its activations.
 
-        Dropout draws the same numbers again.
+        A backward pass also uses them up. Dropout draws the same numbers again.
 
         Args:
             graph: the graph that has run the forward pass.
@@ -503,6 +509,7 @@ class StepGraphs:
         Raises:
             RuntimeError: if the weights, the model or settings of torch have changed since.
         """
+        # The list of buffers is replaced together with all graphs.
         has_same_graphs = self.gradients is forward_pass.gradients
         if not has_same_graphs or self._parameter_versions() != forward_pass.parameter_versions:
             raise RuntimeError(
@@ -547,9 +554,10 @@ class StepGraphs:
         self._settings = None  # drops the current graphs at the next batch
 
     def copy_accumulated_gradients(self) -> None:
-        """Copy accumulated gradients out of the buffers that a backward pass will overwrite.
+        """Copy gradients of earlier backward passes out of buffers that the next one overwrites.
 
-        The ``grad`` of a parameter can share memory with its buffer, for example in a DDP bucket.
+        With gradient accumulation, ``grad`` of a parameter may share memory with the buffer into
+        which graphs write, for example in a DDP bucket.
         """
         for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
             if parameter.grad is None or buffer is None:
@@ -572,7 +580,8 @@ class StepGraphs:
         bucket_views = self._bucket_views(positions)
         if bucket_views is None:
             return copies_of(computed)
-        # Graphs that know the buckets write into them. Only buffers of earlier graphs are copied.
+        # Graphs write directly into DDP's buckets. Only graphs that were captured before the
+        # buckets existed have other buffers, which are copied to the buckets.
         outdated = [
             (view, buffer)
             for view, buffer in zip(bucket_views, computed, strict=True)
@@ -608,10 +617,10 @@ class StepGraphs:
 
 
 class ColumnGraphs:
-    """Runs the columns of training batches, one by one, as CUDA graphs.
+    """Runs the columns of training batches (queries, documents), one by one, as CUDA graphs.
 
-    The forward pass of a column comes before the backward pass of the one before. So each column
-    has graphs with memory of their own. If ``_MAX_COLUMNS`` columns wait for their backward passes,
+    All columns of a batch run forward before the first one runs backward. So each column has graphs
+    with memory of their own. If ``_MAX_COLUMNS`` columns wait for their backward passes,
     the next one runs without a graph.
 
     Columns run without graphs on a CPU, and with several ranks, whose gradients DDP sends during
@@ -691,7 +700,7 @@ class ColumnGraphs:
         )
 
     def _next_graphs(self) -> StepGraphs | None:
-        """Return graphs whose last output needs no backward pass any more, or None."""
+        """Return graphs whose last output needs no backward pass any more, or None if all wait."""
         for graphs in self.graphs:
             if not graphs.awaits_backward():
                 return graphs

@@ -83,7 +83,7 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     Args:
         model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer.
         check: whether packed and padded outputs are compared, in two forward passes of each
-            network and two of each route.
+            network and two of each route: a sequence of modules through which a text passes.
 
     Returns:
         The reasons why networks stay padded, by the name of the network's class.
@@ -112,7 +112,9 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
 
 
 def use_column_graphs(model: Model) -> None:
-    """Let the packed Transformers of a model replay the columns of training batches as CUDA graphs.
+    """Let the packed Transformers of a model run training batches as CUDA graphs.
+
+    Each column of a batch, such as the queries or the documents, has graphs of its own.
 
     Args:
         model: a model after :func:`pack_inputs`.
@@ -166,7 +168,7 @@ def _unsupported_routes_reason(model: Model, routes: list[Route]) -> str | None:
 
     Args:
         model: the model.
-        routes: all routes of the model that begin with this Transformer.
+        routes: all routes (sequences of modules) of the model that begin with this Transformer.
     """
     if is_multi_vector(model) and not all(_has_mask(route) for route in routes):
         return (
@@ -195,7 +197,7 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
     """Let a Transformer run on packed tokens, if its network and the modules after it support this.
 
     Args:
-        routes: all routes of the model that begin with this Transformer.
+        routes: all routes (sequences of modules) of the model that begin with this Transformer.
         check: whether packed and padded outputs are compared.
 
     Returns:
@@ -225,7 +227,7 @@ def _install_packed_methods(routes: list[Route]) -> None:
     masks of token vectors and of poolings of a SentenceTransformer.
 
     Args:
-        routes: all routes of the model that begin with this Transformer.
+        routes: all routes (sequences of modules) of the model that begin with this Transformer.
     """
     transformer = routes[0][0]
     if transformer.model_forward_params is not None:
@@ -236,7 +238,7 @@ def _install_packed_methods(routes: list[Route]) -> None:
     fuse_norms(transformer.model)
     for route in routes:
         for module in route:
-            if "forward" in vars(module):
+            if "forward" in vars(module):  # replaced already, on another route
                 continue
             if _is_mask(module):
                 module.forward = PackedMask(module)
@@ -247,7 +249,8 @@ def _install_packed_methods(routes: list[Route]) -> None:
 def _remove_packed_methods(transformer: Transformer) -> None:
     """Let a Transformer run on padded tokens again.
 
-    The replaced masks and the names of packed features stay: they have no effect on padded tokens.
+    The replaced masks and poolings stay, and the names of packed features: they have no effect on
+    padded tokens.
     """
     del transformer.preprocess
     del transformer.forward
@@ -311,7 +314,7 @@ def _mismatch_reason(route: Route) -> FailedCheck | None:
 
 
 def _differ_by_rounding(route: Route, packed: Tensor, padded: Tensor) -> bool:
-    """Whether the outputs of a model in 16 bits differ by rounding only.
+    """Whether rounding is the only reason why packed and padded outputs differ, for 16-bit models.
 
     Rounding grows with the number of layers and the vocabulary, so no fixed tolerance can tell it
     from a bug. If the difference is small enough to be rounding, a copy in fp32 decides.
@@ -367,12 +370,12 @@ def _run_route(route: Route) -> Tensor:
 class PackedForward(Replacement):
     """Replaces the forward of one Transformer, which then runs on packed tokens.
 
-    If ``collate_ahead`` has joined the columns of a training batch, all of them go through the
-    Transformer in one forward.
+    If ``collate_ahead`` has concatenated the columns of a training batch (queries and documents),
+    all of them go through the Transformer in one forward.
 
     Attributes:
-        graphs: runs joined columns in training if it can; ``None`` runs them eagerly.
-        column_graphs: runs single columns in training if it can; ``None`` runs them eagerly.
+        graphs: CUDA graphs that run concatenated columns in training; ``None`` for no graphs.
+        column_graphs: CUDA graphs that run single columns in training; ``None`` for no graphs.
         requires_packed: whether texts that cannot be packed are refused. The attention of padded
             texts depends on the batch.
     """
@@ -399,10 +402,12 @@ class PackedForward(Replacement):
         if POOLING_MASK in features:
             # Tokens are removed below, and a loss may run the same features again.
             features = dict(features)
+        # The link from a column of a training batch to all its columns, which are concatenated.
         column = features.pop(JOINED, None)
         returns_layers = getattr(transformer.model.config, "output_hidden_states", False)
         runs_alone = column is None or kwargs or returns_layers
-        # A loss may have split the column into mini-batches, which run one by one.
+        # If the tensor is another one, a loss has split the column into mini-batches. They run one
+        # by one.
         if runs_alone or features["input_ids"] is not column.columns.input_ids[column.position]:
             return self._run(features, kwargs)
         features[output_name] = column.columns.run_column(
@@ -438,7 +443,7 @@ class PackedForward(Replacement):
                 outputs = self._run_packed(features, kwargs)
             keep_pooled_tokens(outputs, transformer.module_output_name)
             return outputs
-        # Expanded queries have one length, whatever the batch.
+        # Expanded ColBERT queries may stay padded, since all batches pad them to one length.
         if self.requires_packed and EXPANDED not in features and not pads_inputs():
             raise ValueError(
                 "with invariant=True, features must be texts whose tokens are contiguous, got "
@@ -464,7 +469,10 @@ class PackedForward(Replacement):
         return outputs
 
     def _padding_position(self) -> int | None:
-        """Return :func:`padding_position` of the network, whose modules are examined once."""
+        """Return the position id of padding tokens, or None if the network has none; computed once.
+
+        Models like RoBERTa have one.
+        """
         network = self.owner.model
         examined_network, position = self._examined
         if examined_network is not network:
@@ -474,10 +482,13 @@ class PackedForward(Replacement):
         return position
 
     def padded_token_count(self, n_tokens: int) -> int:
-        """Return the number of tokens to which few tokens are padded, so that layers pad few rows.
+        """Return to how many tokens a small batch of a batch-invariant model is padded on a GPU.
+
+        For equal bits in every batch, linear layers multiply at least some number of rows, which
+        depends on their shape. Padding the batch once saves the padding of rows in most layers.
 
         Args:
-            n_tokens: the number of tokens of an invariant model on a GPU.
+            n_tokens: the number of tokens of the batch.
         """
         if n_tokens >= LEAST_GPU_ROWS:
             return n_tokens
@@ -492,7 +503,7 @@ class PackedForward(Replacement):
         return padded_row_count(layers, n_tokens)
 
     def _layers_by_shape(self) -> list[list[nn.Linear]]:
-        """Return the layers of each shape of the network, whose modules are examined once."""
+        """Return the linear layers of the network in one list per shape; computed once."""
         network = self.owner.model
         examined_network, layers = self._examined_layers
         if examined_network is not network:
@@ -502,7 +513,10 @@ class PackedForward(Replacement):
         return layers
 
     def _run_with_filler(self, features: Features, kwargs: Features) -> Features:
-        """Run the forward with a filler text, so that few layers need to pad their rows.
+        """Run the forward of a batch-invariant model with one more text of padding (a filler text).
+
+        For equal bits in every batch, linear layers multiply certain numbers of rows only. With
+        such a number of tokens, most layers need not pad their rows.
 
         Args:
             features: packed features, to which the output is added.
@@ -512,7 +526,7 @@ class PackedForward(Replacement):
         if n_tokens < LEAST_GPU_ROWS:
             n_padded = self.padded_token_count(n_tokens)
         else:
-            # Layers divide such a number of rows into groups without padding, which copies rows.
+            # Layers divide rows into groups of this size. Padding the last group would copy rows.
             n_padded = math.ceil(n_tokens / LEAST_GPU_ROWS) * LEAST_GPU_ROWS
         if n_padded == n_tokens:
             return self._run_packed(features, kwargs)
@@ -555,7 +569,7 @@ class PackedForward(Replacement):
 def _move_offsets(features: Features) -> None:
     """Move the offsets of packed features to the device of the tokens, in place.
 
-    The offsets of joined columns in row order are on the CPU.
+    They are on the CPU if a loss has reordered the texts of a batch.
     """
     offsets: Tensor = features[OFFSETS]
     device = features["input_ids"].device
@@ -579,7 +593,9 @@ def _layers_by_shape(network: nn.Module) -> list[list[nn.Linear]]:
 
 
 def _takes_filler_text(features: Features) -> bool:
-    """Whether layers would pad the rows of packed features, and a filler text is possible.
+    """Whether a filler text (of padding) can be added to packed features, and saves time.
+
+    It does on a GPU, where linear layers of a batch-invariant model pad their rows.
 
     Args:
         features: the packed features.
@@ -649,7 +665,7 @@ class PackedMask(Replacement):
     """
 
     def __call__(self, features: Features, task: str | None = None) -> Features:
-        """Pad packed features, move the skiplist to their device, and run the original forward.
+        """Pad packed features, and run the original forward.
 
         Args:
             features: the output of the modules before, packed or padded.
@@ -662,7 +678,7 @@ class PackedMask(Replacement):
         skipped_ids = getattr(module, "_skiplist_ids", None)
         ids = features.get("input_ids")
         if skipped_ids is not None and ids is not None and skipped_ids.device != ids.device:
-            # Once and for all: a CUDA graph cannot capture a copy from the CPU.
+            # Moved once, because a CUDA graph cannot capture a copy from the CPU at every call.
             module._skiplist_ids = skipped_ids.to(ids.device)
         outputs: Features = type(module).forward(module, features, task=task)
         return outputs
@@ -703,7 +719,7 @@ def repad(features: Features, min_length: int = 0) -> None:
     longest = max(int(features[LONGEST]), min_length)
     ids = features["input_ids"][0]
     vectors = features["token_embeddings"][0]
-    # Each token goes to row ``sequence * S + position`` of the flattened padded tensors.
+    # Each token goes to row ``sequence * longest + position`` of the flattened padded tensors.
     sequences, positions = token_positions(cu_seqlens, ids.numel())
     rows = sequences * longest + positions
     padded_ids = ids.new_zeros(n_texts * longest).index_copy(0, rows, ids)

@@ -1,7 +1,7 @@
 """Packed inputs of an accelerated Transformer, from texts or from padded features.
 
-``preprocess`` returns padded features by default, equal to those of the stock method of
-sentence-transformers, because data loaders, Hugging Face's accelerate and losses also read them.
+``preprocess`` returns padded features by default, equal to those of sentence-transformers' own
+method, because data loaders, Hugging Face's accelerate and losses also read them.
 The encoder then removes the padding. Within :func:`packed_inputs` only the encoder reads the
 features, so ``preprocess`` returns packed tokens directly.
 """
@@ -38,7 +38,7 @@ from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.ragged import Int64, offsets_of
 from tilefold.pipeline.truncation import current_truncation, ignoring_truncation
 
-# Texts for which the features of a plan are compared with the stock ones.
+# Probes: texts for which the features of a plan are compared with sentence-transformers' features.
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 # The position of the empty text among them.
 _EMPTY_PROBE = 1
@@ -80,7 +80,7 @@ def packed_inputs() -> AbstractContextManager[None]:
 
 
 def padded_inputs() -> AbstractContextManager[None]:
-    """Let accelerated models run on padded tokens in this thread, like stock models."""
+    """Let accelerated models run on padded tokens in this thread, as other models do."""
     return _inputs("padded")
 
 
@@ -90,7 +90,7 @@ def pads_inputs() -> bool:
 
 
 class _Padding(NamedTuple):
-    """How the stock ``preprocess`` pads texts to the longest one of a batch.
+    """How sentence-transformers' ``preprocess`` pads texts to the longest one of a batch.
 
     Attributes:
         names: the names of its features, in their order.
@@ -104,7 +104,9 @@ class _Padding(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How to make the features of texts with one prompt, task and maximum length.
+    """How to make the features of texts without sentence-transformers, which is slower.
+
+    A plan is valid for one prompt, task and maximum length.
 
     Attributes:
         truncation: the truncation settings of the Rust tokenizer; ``None`` if texts are not
@@ -113,9 +115,9 @@ class _Plan(NamedTuple):
             length of the prompt.
         padding_position_id: the position id of padding tokens, in models like RoBERTa that have
             one; ``None`` in other models.
-        expansion: features of an expanded query without tokens, ``[1, L]``; ``None`` if texts are
-            not expanded.
-        padding: how texts are padded; ``None`` if the stock method must pad them.
+        expansion: features of an expanded ColBERT query, which mask tokens fill to the length L,
+            without tokens of a text, ``[1, L]``; ``None`` if texts are not expanded.
+        padding: how texts are padded; ``None`` if sentence-transformers must pad them.
     """
 
     truncation: Features | None
@@ -151,10 +153,10 @@ class PackedInputs(Replacement):
     """Replaces ``preprocess`` of one Transformer: within :func:`packed_inputs` it packs tokens.
 
     Texts go through a copy of the Rust tokenizer, if its features equal those of the stock
-    ``preprocess`` for a few probes: the stock method takes several times as long, since it makes
-    Python lists of all tokens. Otherwise the stock method tokenises, and its padding is removed
-    within :func:`packed_inputs`. Inputs other than texts stay padded. So do expanded ColBERT
-    queries, because their mask tokens are scored.
+    ``preprocess`` for a few probes: sentence-transformers' method takes several times as long,
+    since it makes Python lists of all tokens. Otherwise sentence-transformers' method tokenises,
+    and its padding is removed within :func:`packed_inputs`. Inputs other than texts stay padded. So
+    do expanded ColBERT queries, because their mask tokens are scored.
     """
 
     def __init__(self, transformer: Transformer) -> None:
@@ -225,7 +227,7 @@ class PackedInputs(Replacement):
             tokenized = self._tokenize_by_plan(inputs, prompt, kwargs, expansion, is_packed)
             if tokenized is not None:
                 return tokenized.features
-        features = self._stock_features(inputs, prompt, kwargs)
+        features = self._library_features(inputs, prompt, kwargs)
         # The mask tokens of expanded queries look like padding, but stay.
         if is_packed and expansion is None and inputs:
             features = pack_features(features, padding_position(self.owner.model))
@@ -246,7 +248,9 @@ class PackedInputs(Replacement):
         expansion: dict[str, Any] | None,
         is_packed: bool,
     ) -> _TokenizedTexts | None:
-        """Tokenise texts with the copy of the Rust tokenizer, if there is a plan for such a call.
+        """Tokenise texts with a copy of the Rust tokenizer, if that gives the right features.
+
+        It does if the model has a plan: how to make the features of texts from their tokens.
 
         Args:
             texts: the texts.
@@ -256,7 +260,7 @@ class PackedInputs(Replacement):
             is_packed: whether the features are to be packed.
 
         Returns:
-            The tokens, or None if the stock method must tokenise the texts.
+            The tokens, or None if sentence-transformers' method must tokenise the texts.
         """
         with self._lock_of_this_process():
             plan = self._plan(prompt, kwargs, expansion)
@@ -268,7 +272,7 @@ class PackedInputs(Replacement):
             if plan.expansion is not None:
                 expanded_length = plan.expansion["input_ids"].size(1)
                 if max(map(len, encodings)) >= expanded_length:
-                    # The stock method warns that a query is too long to be expanded.
+                    # sentence-transformers' method warns that a query is too long to be expanded.
                     return None
             truncation = current_truncation()
             if truncation is not None:
@@ -284,13 +288,13 @@ class PackedInputs(Replacement):
             self._reset()
         return self._lock
 
-    def _stock_features(
+    def _library_features(
         self,
         inputs: Sequence[object],
         prompt: str | None,
         kwargs: dict[str, object],
     ) -> Features:
-        """Tokenise texts with the stock ``preprocess``.
+        """Tokenise texts with sentence-transformers' ``preprocess``.
 
         Args:
             inputs: the texts.
@@ -307,7 +311,7 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> _Plan | None:
-        """Return the cached plan for a call, or make it.
+        """Return how to make the features of texts from their tokens, cached or newly found out.
 
         Args:
             prompt: text that is put before every text.
@@ -315,7 +319,7 @@ class PackedInputs(Replacement):
             expansion: settings of ColBERT's query expansion; ``None`` if texts are not expanded.
 
         Returns:
-            The plan, or None if the stock method must tokenise.
+            The plan, or None if sentence-transformers' method must tokenise.
         """
         tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -323,7 +327,8 @@ class PackedInputs(Replacement):
         expands_to_fixed_length = expansion is None or expansion["strategy"] == "fixed"
         if not has_rust_tokenizer or not expands_to_fixed_length:
             return None
-        # Another tokenizer, or added tokens, invalidate all plans and the copy of the tokenizer.
+        # If the user sets another tokenizer or adds tokens to it, all plans and its copy are
+        # invalid.
         source = (backend, len(tokenizer))
         if self._copied_from != source:
             self._plans = {}
@@ -368,7 +373,9 @@ class PackedInputs(Replacement):
         backend: Any,
         expansion: dict[str, Any] | None,
     ) -> _Plan | None:
-        """Make the plan of a call, and compare its features with the stock ones for a few texts.
+        """Find out how to make the features of texts, and check them for a few texts.
+
+        The features must equal those of sentence-transformers' ``preprocess``.
 
         Args:
             prompt: text that is put before every text.
@@ -377,14 +384,14 @@ class PackedInputs(Replacement):
             expansion: settings of ColBERT's query expansion; ``None`` if texts are not expanded.
 
         Returns:
-            The plan, or None if its features differ from the stock ones.
+            The plan, or None if its features differ from sentence-transformers' features.
         """
         is_expanded = expansion is not None
         texts = self._probe_texts(prompt, kwargs, backend, is_expanded)
-        if is_expanded and "" not in texts:  # it shows the tokens of an expansion
+        if is_expanded and "" not in texts:  # the empty text shows the tokens of an expansion
             return None
         with padded_inputs(), ignoring_truncation():
-            expected = self._stock_features(texts, prompt, kwargs)
+            expected = self._library_features(texts, prompt, kwargs)
         if not _are_supported(expected, is_expanded):
             return None
         plan = _Plan(
@@ -417,13 +424,13 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         plan: _Plan,
     ) -> _Padding | None:
-        """Return how the stock ``preprocess`` pads texts, or None if it must pad them itself.
+        """Return how sentence-transformers pads texts, or None if it must pad them itself.
 
         Args:
-            probe_texts: all probes.
+            probe_texts: the texts whose features are compared.
             prompt: text that is put before every text.
             kwargs: other arguments of ``Transformer.preprocess``.
-            plan: a plan whose packed features equal the stock ones.
+            plan: how to make packed features, which equal those of sentence-transformers.
         """
         tokenizer = self.owner.tokenizer
         if tokenizer.pad_token_id is None:
@@ -433,7 +440,7 @@ class PackedInputs(Replacement):
         batches = [["a"], [""], probe_texts] if "" in probe_texts else [["a"], probe_texts]
         for texts in batches:
             with padded_inputs(), ignoring_truncation():
-                expected = self._stock_features(texts, prompt, kwargs)
+                expected = self._library_features(texts, prompt, kwargs)
             padding = _Padding(
                 names=tuple(expected),
                 token_id=tokenizer.pad_token_id,
@@ -462,18 +469,18 @@ class PackedInputs(Replacement):
                 the expansion, so none is returned.
         """
         texts = list(_PROBES)
-        if not self._stock_accepts_empty_texts(prompt, kwargs):
+        if not self._library_accepts_empty_texts(prompt, kwargs):
             texts.remove("")
         with padded_inputs(), ignoring_truncation():
             # A call sets the truncation of the tokenizer, which is read below.
-            self._stock_features(texts[:1], prompt, kwargs)
+            self._library_features(texts[:1], prompt, kwargs)
         limit = (backend.truncation or {}).get("max_length")
         if limit is not None and limit <= _LONGEST_PROBE and not is_expanded:
             texts.append("word " * (limit + _WORDS_ABOVE_LIMIT))
         return texts
 
-    def _stock_accepts_empty_texts(self, prompt: str | None, kwargs: dict[str, object]) -> bool:
-        """Whether the stock method makes features of an empty text.
+    def _library_accepts_empty_texts(self, prompt: str | None, kwargs: dict[str, object]) -> bool:
+        """Whether sentence-transformers' method makes features of an empty text.
 
         It raises an error for causal language models whose tokenizer puts no special tokens around
         a text: an empty text then ends in a padding token.
@@ -484,7 +491,7 @@ class PackedInputs(Replacement):
         """
         try:
             with padded_inputs(), ignoring_truncation():
-                self._stock_features([""], prompt, kwargs)
+                self._library_features([""], prompt, kwargs)
         except (ValueError, IndexError):
             return False
         return True
@@ -514,10 +521,10 @@ class PackedInputs(Replacement):
 
 
 def _are_supported(features: Features, is_expanded: bool) -> bool:
-    """Whether features are texts with no other tensors than a plan can make.
+    """Whether features are texts, with no other tensors than those that this module can make.
 
     Args:
-        features: features of the stock method.
+        features: features of sentence-transformers' ``preprocess``.
         is_expanded: whether the texts are expanded ColBERT queries.
     """
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
@@ -527,15 +534,15 @@ def _are_supported(features: Features, is_expanded: bool) -> bool:
 
 
 def _features_of(encodings: list[Any], plan: _Plan) -> Features:
-    """Return packed features of texts, or padded features of expanded queries.
+    """Return packed features of texts, or padded features of expanded ColBERT queries.
 
     Args:
         encodings: one ``tokenizers.Encoding`` per text.
-        plan: the plan with which the texts were tokenised.
+        plan: how the features are made, with the settings of the tokenisation.
     """
     if len(encodings) == 1 and plan.expansion is None:
         token_ids = encodings[0].ids
-        if plan.padding_position_id not in token_ids:
+        if plan.padding_position_id not in token_ids:  # so that positions are consecutive numbers
             return _single_text_features(token_ids, plan)
     ids, lengths = _flat_ids(encodings)
     if plan.expansion is not None:
@@ -616,7 +623,7 @@ def _single_text_features(token_ids: list[int], plan: _Plan) -> Features:
 
     Args:
         token_ids: the ids of the text's tokens.
-        plan: the plan with which the text was tokenised.
+        plan: how the features are made, with the model's position id of padding.
     """
     length = len(token_ids)
     first_position = 0 if plan.padding_position_id is None else plan.padding_position_id + 1
@@ -646,11 +653,11 @@ def _are_equal(features: Features, expected: Features) -> bool:
 def _expansion_of(features: Features) -> Features:
     """Return features of an expanded ColBERT query without tokens of a text, ``[1, L]``.
 
-    Expansion fills a query with mask tokens up to length L. The empty probe ends in such a token,
-    which is repeated L times.
+    Expansion fills a query with mask tokens up to length L. So the features of the empty text end
+    in a mask token, which is repeated L times.
 
     Args:
-        features: features of the probes, with tensors ``[B, L]``.
+        features: features of B texts, with tensors ``[B, L]``, among them the empty text.
     """
     return {
         name: value[_EMPTY_PROBE, -1].expand(1, value.size(1))
@@ -804,7 +811,8 @@ class _MaskSummary(NamedTuple):
     Attributes:
         n_tokens: the number of tokens of all texts.
         longest: the number of tokens of the longest text.
-        max_runs: the largest number of separate runs of tokens in a text; 1 if all are contiguous.
+        max_runs: the largest number of runs of tokens in a text that padding separates; 1 if the
+            tokens of every text are contiguous.
         has_types: whether a token has a type other than 0.
         n_pooled: the number of tokens that are pooled, if not all are.
     """
@@ -822,7 +830,7 @@ def _summarize(
     token_types: Tensor | None,
     pooling_mask: Tensor | None,
 ) -> _MaskSummary:
-    """Return the lengths, runs and types of padded texts, with one copy from the device.
+    """Compute what packing needs to know of padded texts, with one copy from the device.
 
     Args:
         is_token: the mask, bool ``[B, S]``.
@@ -835,9 +843,9 @@ def _summarize(
     # A run of tokens begins at a token that follows padding, or at the first position.
     has_token_before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     n_runs = (is_token & ~has_token_before).sum(1)
-    none = lengths.new_zeros(())
-    has_types = none if token_types is None else token_types.any().long()
-    n_pooled = none if pooling_mask is None else (is_token & (pooling_mask != 0)).sum()
+    zero = lengths.new_zeros(())  # stands for a missing tensor
+    has_types = zero if token_types is None else token_types.any().long()
+    n_pooled = zero if pooling_mask is None else (is_token & (pooling_mask != 0)).sum()
     values = torch.stack([lengths.sum(), lengths.amax(), n_runs.amax(), has_types, n_pooled])
     n_tokens, longest, max_runs, has_any_type, n_pooled_tokens = values.tolist()
     return _MaskSummary(n_tokens, longest, max_runs, bool(has_any_type), n_pooled_tokens)
