@@ -98,7 +98,7 @@ class Acceleration:
             for name, modules in modules_by_function.items()
             for module in modules
         ]
-        # The library's own functions, one for each target; empty if they are not replaced.
+        # The library's own functions, in the order of the targets; empty if they are not replaced.
         self._originals: list[object] = []
 
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
@@ -167,7 +167,7 @@ class Acceleration:
         try:
             for class_name in class_names:
                 owner = getattr(owner, class_name)
-            getattr(owner, attribute)  # raises an error if the function is missing
+            getattr(owner, attribute)  # raises AttributeError if the function is missing
         except AttributeError as error:
             raise RuntimeError(
                 f"{self.library} must have {target.module}.{target.name}, got a version without "

@@ -41,8 +41,8 @@ class SparseSource:
         top_k: the number of heaviest terms to keep per text; None keeps all.
         batch_size: the number of texts that are encoded at once.
         timeout: the number of seconds to wait for an answer of the server.
-        sides: whether the server has separate paths for queries and documents. Other servers with
-            ``/embed_sparse`` do not.
+        sides: whether the server has separate paths for queries and documents, as ``tilefold
+            serve`` has. Other servers with ``/embed_sparse`` have one path.
 
     Raises:
         TypeError: if ``model`` is neither a name nor a loaded ``SparseEncoder``.
@@ -151,7 +151,7 @@ class SparseSource:
         return [(columns[start:end], weights[start:end]) for start, end in pairwise(offsets)]
 
     def _request(self, texts: list[str], side: Side) -> Any:
-        """Return the answer of the server for a batch of texts, as parsed JSON.
+        """Ask the server for the vectors of a batch of texts, and return its answer as parsed JSON.
 
         A busy server (status 429) is tried again a few times, after waits of 0.2, 0.4, 0.8 and 1.6
         seconds.
@@ -239,9 +239,9 @@ def _load_accelerated(name: str) -> Model:
 
 
 def _check_url(url: str) -> None:
-    """Raise ``ValueError`` if an address is not that of a server, or has parts that are ignored.
+    """Raise ``ValueError`` if a URL is not the address of a server.
 
-    These parts are a name, a password, a query and a fragment.
+    It must not have a name, a password, a query or a fragment, which would be ignored.
 
     Args:
         url: the address.
@@ -263,8 +263,7 @@ def _check_url(url: str) -> None:
 def _heaviest_terms(indices: list[int], weights: list[float], top_k: int | None) -> Vector:
     """Return the ``top_k`` heaviest terms of a vector, in ascending order of their indices.
 
-    The choice equals that of a model in this process: among equal weights, the terms with lower
-    indices are kept.
+    Among equal weights, the terms with lower indices are kept, as by a model in this process.
 
     Args:
         indices: the indices of the terms, ascending.

@@ -76,7 +76,7 @@ def maxsim_kd(
         query: the token vectors of the queries, ``[B, Lq, D]``, padded with zeros.
         doc: the token vectors of N documents for each query, ``[B, N, Ld, D]``, of the same dtype
             and device.
-        tau: the temperature of the smooth maximum, see :func:`maxsim_inbatch`; None for the
+        tau: the temperature of the smooth maximum ``tau * logsumexp(. / tau)``; None for the
             maximum.
         impl: the implementation of :func:`tilefold.ops.maxsim`.
 

@@ -107,7 +107,8 @@ def colbert_scores_pairwise(
             tensors ``[Lq_i, D]``.
         documents_embeddings: the token vectors of the documents, ``[B, Ld, D]`` or a list of
             unpadded tensors ``[Ld_i, D]``.
-        backend: the implementation, see :func:`colbert_scores`.
+        backend: the implementation, an ``impl`` of :func:`tilefold.ops.maxsim`; ``"torch"`` stands
+            for ``"reference"``, and None for ``"auto"``.
 
     Raises:
         ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
@@ -144,9 +145,11 @@ def colbert_kd_scores(
     Args:
         queries_embeddings: the token vectors of the queries, ``[B, Lq, D]``.
         documents_embeddings: the token vectors of N documents for each query, ``[B, N, Ld, D]``.
-        queries_mask: which query tokens count, ``[B, Lq]``, see :func:`colbert_scores`.
+        queries_mask: which query tokens count, ``[B, Lq]``: bools or integers; entries of a
+            floating mask multiply the similarities.
         documents_mask: which document tokens count, ``[B, N, Ld]``.
-        backend: the implementation, see :func:`colbert_scores`.
+        backend: the implementation, an ``impl`` of :func:`tilefold.ops.maxsim`; ``"torch"`` stands
+            for ``"reference"``, and None for ``"auto"``.
 
     Raises:
         ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
@@ -195,9 +198,12 @@ class ColBERTScores:
         Args:
             queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]``.
             documents_embeddings: the token vectors of B groups of N documents, ``[B, N, Ld, D]``.
-            queries_mask: which query tokens count, ``[Nq, Lq]``, see :func:`colbert_scores`.
+            queries_mask: which query tokens count, ``[Nq, Lq]``: bools or integers; entries of a
+                floating mask multiply the similarities.
             documents_mask: which document tokens count, ``[B, N, Ld]``.
-            backend: the implementation, see :func:`colbert_scores`.
+            backend: the implementation, an ``impl`` of :func:`tilefold.ops.maxsim`; ``"torch"``
+                stands
+            for ``"reference"``, and None for ``"auto"``.
 
         Returns:
             The scores ``[Nq, B * N]``. Column ``j * N + n`` is document ``n`` of group ``j``.

@@ -218,7 +218,7 @@ def accelerate(
             CPU waits once for the GPU to do so, except for batches that :func:`collate_ahead`
             packs. A warning, and ``padded`` of the handle, say why a network stays padded. Dropout
             draws different numbers than in the padded model.
-        screen: whether a product in 8 bits first finds the scores of a stock SpladePooling that can
+        screen: whether a product in 8 bits first finds the scores of a SpladePooling that can
             be positive, on an H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`). Rows and
             gradients do not change; with V = 250,002, 1.25 times the documents are encoded per
             second. It is skipped if a sample shows no gain, for example for a fresh model.
@@ -279,7 +279,7 @@ def accelerate(
     is_repeated = check == "always" or checks_are_repeated()
     has_passed = record is not None and not is_repeated and record.exists()
     runs_checks = bool(check) and not has_passed
-    acceleration = _accelerate_stock(
+    acceleration = _accelerate_unchanged(
         model,
         impl=impl,
         check=runs_checks,
@@ -300,7 +300,7 @@ def accelerate(
         record.save()
     if graphs:
         use_column_graphs(model)
-    if fp8:  # after the checks, which compare the model with the stock one
+    if fp8:  # after the checks, which compare the model with the unchanged one
         _use_fp8(model)
     _padded_reasons[model] = acceleration.padded
     return acceleration
@@ -354,7 +354,7 @@ def _check_quantizes_head(model: Model, quantize: str | None) -> None:
         )
 
 
-def _accelerate_stock(
+def _accelerate_unchanged(
     model: Model,
     *,
     impl: str,

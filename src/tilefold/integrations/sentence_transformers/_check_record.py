@@ -138,11 +138,11 @@ def _digest_of_weights(model: Model) -> str:
 
 
 def _is_identified(model: Model) -> bool:
-    """Whether the releases of known libraries and the weights determine how a model computes.
+    """Whether the releases of known libraries, and the weights, determine what a model computes.
 
-    This is not the case for modules of other packages, hooks, replaced methods, and weights that
-    cannot be read. Methods that are replaced on the model itself do not matter, because the checks
-    call its modules.
+    They do not for modules of other packages, hooks, replaced methods, and weights that cannot be
+    read. Methods that are replaced on the model itself do not matter, because the self-checks call
+    its modules.
 
     Args:
         model: the model.
@@ -182,7 +182,7 @@ def _description(module: nn.Module) -> dict[str, object]:
 
 
 def _with_text_keys(value: object) -> object:
-    """Replace the keys of nested dictionaries by their texts, because JSON sorts no mixed keys."""
+    """Convert the keys of nested dictionaries to strings, because JSON sorts keys of one type."""
     if isinstance(value, dict):
         return {str(key): _with_text_keys(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -15,7 +15,8 @@ from tilefold.nn.fp8_linear import fp8_linear, fp8_rows, has_fp8_sizes
 from tilefold.ops import QuantizedWeight
 from tilefold.ops.fp8_products import check_fp8_device
 
-# Names of layers of one module that read the same hidden states, in transformers' models.
+# Names of layers of one module that read the same hidden states, in transformers' models. The
+# hidden states do not change between the calls of these layers.
 _SAME_INPUT = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
     frozenset({"gate_proj", "up_proj"}),
@@ -41,13 +42,13 @@ class _RoundedInput(threading.local):
 
 
 class SharedRows:
-    """Hidden states that several layers read, rounded to fp8 once.
+    """Hidden states that several layers read, rounded to fp8 once for all of them.
 
-    Transformers does not change them between the calls of layers of :data:`_SAME_INPUT`. Several
-    threads may run the layers at the same time, each with its own hidden states.
+    The layers are, for example, the projections of queries, keys and values in an attention module.
+    Several threads may run them at the same time, each with its own hidden states.
 
     Args:
-        n_layers: the number of layers.
+        n_layers: the number of layers that read the same hidden states.
     """
 
     def __init__(self, n_layers: int) -> None:
@@ -71,6 +72,7 @@ class SharedRows:
             return fp8_rows(hidden)  # compiled code shares equal expressions itself
         last = self._input
         rows = last.rows
+        # The first of the layers rounds. The others get the same tensor object as input.
         if rows is None or last.hidden is not hidden:
             rows = fp8_rows(hidden)
             last.hidden = hidden
@@ -171,7 +173,7 @@ def _transformers(model: Model) -> list[Transformer]:
 
 
 def _install_fp8(network: Any) -> None:
-    """Turn the linear layers of a network's trunk into :class:`Fp8Linear`, if their sizes allow.
+    """Turn the linear layers below a network's head into :class:`Fp8Linear`, if their sizes allow.
 
     Args:
         network: a transformers model, whose ``base_model`` is the trunk below its head.
@@ -195,12 +197,12 @@ def _install_fp8(network: Any) -> None:
 
 
 def _layers_by_input(parent: nn.Module) -> Iterator[list[Any]]:
-    """Yield the children of a module that can run in fp8, together if they share their input.
+    """Yield lists of a module's linear layers that can run in fp8 and read the same input.
 
-    Children with a replaced forward are left out.
+    Layers with a replaced forward are left out.
 
     Args:
-        parent: a module of a trunk.
+        parent: a module of the network, such as an attention module with its projections.
     """
     layers = {
         name: child

@@ -38,9 +38,10 @@ class FusablePooling(NamedTuple):
 
 
 def find_fusable_poolings(model: nn.Module) -> list[FusablePooling]:
-    """Return the poolings of a SparseEncoder that can be fused, over all routes of its Routers.
+    """Return the poolings of a SparseEncoder that can be fused, each with its LM head, if any.
 
-    A pooling and head on several routes are listed once.
+    A model with Routers has several routes: sequences of modules through which a text may pass. A
+    pooling and head on several routes are listed once.
 
     Args:
         model: the SparseEncoder.
@@ -140,10 +141,10 @@ def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _logit_pooling(pipeline: list[nn.Module], positions: list[int]) -> FusablePooling:
-    """Return the pooling of a route that reads logits, with the LM head before it.
+    """Return the pooling of a sequence of modules that reads logits, with the LM head before it.
 
     Args:
-        pipeline: the modules of a route.
+        pipeline: the modules through which a text passes.
         positions: the positions of the poolings that read logits, of which there must be one.
 
     Raises:
@@ -175,13 +176,13 @@ def _logit_pooling(pipeline: list[nn.Module], positions: list[int]) -> FusablePo
 
 
 def _check_exclusive(poolings: list[FusablePooling], unpooled: list[Transformer]) -> None:
-    """Check that a pooling follows every use of a fused head, and that it has only that head.
+    """Check that a pooling follows every use of an LM head that is to be fused, and has no other.
 
-    A fused head returns hidden states, which only its pooling can read.
+    A fused head returns hidden states instead of logits, which only its pooling can read.
 
     Args:
-        poolings: the poolings with a head.
-        unpooled: the Transformers on routes without a pooling of logits.
+        poolings: the poolings with an LM head.
+        unpooled: the Transformers on routes (sequences of modules) without a pooling of logits.
 
     Raises:
         ValueError: if a head is also used without a pooling, or a pooling has several heads.
@@ -257,7 +258,7 @@ def check_head(head: Any) -> None:
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> Head:
-    """Write an LM head, including LoRA adapters, as a single matrix product.
+    """Return two factors whose product is the output of an LM head, LoRA adapters included.
 
     The logits are ``operands.hidden @ operands.weight.T + operands.bias``. A LoRA update becomes
     additional columns of both factors: ``W h + s B A drop(h)`` is ``[W | B]`` times
@@ -297,7 +298,7 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
         ValueError: if a layer is not supported.
     """
     layer: Any = head
-    while type(layer).forward is not nn.Linear.forward:  # until the innermost layer
+    while type(layer).forward is not nn.Linear.forward:  # until the plain layer inside
         yield layer
         if _is_peft(layer, "ModulesToSaveWrapper"):
             layer = _active_module(layer)

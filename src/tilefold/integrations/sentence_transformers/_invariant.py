@@ -110,9 +110,9 @@ class InvariantNorm(Replacement):
             hidden_states: ``[..., D]``.
         """
         norm = self.owner
-        stock_forward = functools.partial(type(norm).forward, norm)
+        class_forward = functools.partial(type(norm).forward, norm)
         if torch.is_grad_enabled():
-            outputs: Tensor = stock_forward(hidden_states)
+            outputs: Tensor = class_forward(hidden_states)
             return outputs
         # ``apply_rowwise`` tests once for each name how few rows must be padded. Norms of several
         # architectures have one class name, such as RMSNorm, and run other kernels.
@@ -120,7 +120,7 @@ class InvariantNorm(Replacement):
         if self.is_fusible and runs_fused(norm, hidden_states):
             fused_forward = functools.partial(fused_rms_norm, norm)
             return apply_rowwise(fused_forward, hidden_states, f"{name} in one kernel")
-        return apply_rowwise(stock_forward, hidden_states, name)
+        return apply_rowwise(class_forward, hidden_states, name)
 
 
 class InvariantNormalize(Replacement):
@@ -171,7 +171,8 @@ class InvariantActivation(Replacement):
 class InvariantMean(Replacement):
     """Replaces the forward of one mean pooling: the tokens of a packed text are added in order.
 
-    The stock pooling adds them by atomic operations on a GPU, whose order differs between calls.
+    sentence-transformers' pooling adds them by atomic operations on a GPU, whose order differs
+    between calls.
     """
 
     def __call__(self, features: Features) -> Features:
@@ -218,7 +219,7 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
     # Every module is examined before the first one is changed.
     replacements = list(filter(None, map(_replacement_for, model.modules())))
     for replacement in replacements:
-        _check_is_stock_forward(replacement.owner)
+        _check_forward_is_not_replaced(replacement.owner)
     for replacement in replacements:
         replacement.owner.forward = replacement
     for fused in fused_forwards(model):
@@ -311,7 +312,7 @@ def _replacement_for(module: nn.Module) -> Replacement | None:
     return InvariantNorm(module) if _sums_rows(module) else None
 
 
-def _check_is_stock_forward(module: nn.Module) -> None:
+def _check_forward_is_not_replaced(module: nn.Module) -> None:
     """Raise ``ValueError`` if another library or the user has replaced the forward of a module.
 
     Our replacement would compute what the class of the module does, not what theirs does.

@@ -371,7 +371,7 @@ class FusedForward(Replacement):
             operands = operands._replace(weight=quantize_weight(operands.weight))
         return operands
 
-    # Python puts this name into the errors of wrong calls. So they read like errors of the stock
+    # Python puts this name into the errors of wrong calls. So they read like errors of the original
     # forward.
     __call__.__qualname__ = "SpladePooling.forward"
 

@@ -48,9 +48,9 @@ def accelerate(
     - **compiled layers**: ``torch.compile`` compiles the layers, in 16 bits and for trainings of at
       least 100 steps.
 
-    Losses and gradients equal those of the stock trainer up to rounding. Dropout draws different
-    numbers. ``print(accelerate(trainer))`` says which parts are active, and why others are not. The
-    same line is logged when the training begins, at level INFO.
+    Losses and gradients equal those of the trainer without it up to rounding. Dropout draws
+    different numbers. ``print(accelerate(trainer))`` says which parts are active, and why others
+    are not. The same line is logged when the training begins, at level INFO.
 
     With a model, scores are fused, tokens are packed, and ``encode`` tokenises ahead. A
     SentenceTransformer has no scores to fuse, so only its padding is removed. Steps of any
@@ -82,7 +82,7 @@ def accelerate(
             max pooling of a SparseEncoder.
         packed: whether to run the encoder on packed tokens, if it and all modules after it accept
             them. A warning, and ``padded`` of the handle, say why a network stays padded.
-        screen: whether a product in 8 bits first finds the scores of a stock SpladePooling that can
+        screen: whether a product in 8 bits first finds the scores of a SpladePooling that can
             be positive, on an H100 or H200 in 16 bits. Results do not change.
         graphs: whether to use CUDA graphs in training. By default they are used if they are
             possible. They take the memory of the weights once or twice more for gradients, and keep

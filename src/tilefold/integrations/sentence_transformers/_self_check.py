@@ -1,4 +1,4 @@
-"""Self-checks of ``accelerate(check=True)``, which compare the accelerated with the stock model.
+"""Self-checks of ``accelerate(check=True)``, which compare a model before and after.
 
 They run until a model has passed them (:mod:`._check_record`):
 
@@ -45,8 +45,8 @@ _SCALE_TOLERANCE = 1e-2
 _MAX_LENGTH = 64
 # The largest number of position embeddings that a model does not use for tokens.
 _RESERVED_POSITIONS = 4
-# The allowed difference of similarities, relative to the largest score. The stock function rounds
-# similarities to bf16.
+# The allowed difference of similarities, relative to the largest score. The original function
+# rounds similarities to bf16.
 _SIMILARITY_TOLERANCE = 2**-6
 # Logits of the probe: multiples of a step between two limits. The multiplier and the prime modulus
 # have no common factor, so that neighbouring logits differ a lot and repeat late.

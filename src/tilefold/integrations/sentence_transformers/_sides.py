@@ -38,7 +38,7 @@ class TokenVectors(NamedTuple):
 
 
 class Side:
-    """One side of a call that scores: all queries, or all documents.
+    """All queries, or all documents, of a call that scores them.
 
     Attributes:
         vectors: the token vectors: one padded tensor ``[N, L, D]``, or a list of ``[L_i, D]``.
@@ -48,7 +48,7 @@ class Side:
     """
 
     def __init__(self, name: str, embeddings: object, mask: object, weighted: bool = False) -> None:
-        """Convert the token vectors of one side and their mask to tensors.
+        """Convert the token vectors of queries or documents, and their mask, to tensors.
 
         Args:
             name: the name of the argument, for error messages.
@@ -61,14 +61,15 @@ class Side:
         if isinstance(embeddings, (list, tuple)):
             self.vectors = token_vectors(name, embeddings)
             longest = max((sequence.size(0) for sequence in self.vectors), default=0)
-            source = embeddings[0] if embeddings else None
+            source = embeddings[0] if embeddings else None  # shows the device
         else:
             tensor = as_tensor(embeddings)
             batch = tensor[None] if tensor.dim() == 2 else tensor  # a single sequence is a batch
             self.vectors = as_tokens(name, batch, dims=3)
             longest = self.vectors.size(1)
             source = embeddings
-        # NumPy arrays have no device. They are moved to the device of the other side.
+        # NumPy arrays have no device. They are moved to the device of the queries or documents that
+        # they are scored with.
         self.device = source.device if isinstance(source, Tensor) else None
         self.count = len(self.vectors)
         self.mask: Tensor | None = None
@@ -88,14 +89,15 @@ class Side:
             for vectors, vector_weights in zip(self.vectors, weights, strict=True)
         ]
 
-    def slices(self, device: torch.device, budget: int) -> list[slice]:
+    def slices(self, device: torch.device, max_elements: int) -> list[slice]:
         """Divide the sequences into parts that are moved to a device one after another.
 
-        The size of a part includes padding, except for lists without a mask, which are packed.
+        The size of a part includes padding, except for lists without a mask, which need none.
 
         Args:
             device: the device.
-            budget: the largest number of elements of a part. A longer sequence is a part by itself.
+            max_elements: the largest number of elements of a part. A longer sequence is a part by
+                itself.
 
         Returns:
             Slices of the sequences; a single slice if they are padded and already on the device.
@@ -115,7 +117,7 @@ class Side:
             n_sequences = position + 1 - start
             n_padded_vectors = n_sequences * longest
             n_elements = (n_vectors if is_packed else n_padded_vectors) * dim
-            if position > start and n_elements > budget:
+            if position > start and n_elements > max_elements:
                 # The part ends before this sequence, which begins the next part.
                 slices.append(slice(start, position))
                 start = position
@@ -130,7 +132,7 @@ class Side:
         A list without a mask is packed, and a list with a mask is padded.
 
         Args:
-            sequences: the slice of the sequences. It must not be empty if the side is a list.
+            sequences: the slice of the sequences. It must not be empty if ``vectors`` is a list.
             device: the device.
         """
         selected = self.vectors[sequences]
@@ -147,7 +149,7 @@ class Side:
         return TokenVectors(vectors, mask=is_counted, cu_seqlens=None)
 
     def to(self, device: torch.device) -> TokenVectors:
-        """Return all sequences on a device. There must be one if the side is a list."""
+        """Return all sequences on a device. A list must have at least one."""
         return self.select(slice(0, self.count), device)
 
 
@@ -160,7 +162,7 @@ def scores_of_sides(
     chunk_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Compute MaxSim of queries and documents part by part.
+    """Compute MaxSim of queries and documents in parts that fit into the memory of a device.
 
     Args:
         queries: Nq queries.
@@ -178,7 +180,7 @@ def scores_of_sides(
     """
     output_device = documents.device or queries.device or torch.device("cpu")
     compute_device = output_device if device is None else torch.device(device)
-    budget = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
+    max_elements = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
     if pairing == "aligned" and queries.count != documents.count:
         raise ValueError(
             f"there must be one document for each of the {queries.count} queries, "
@@ -194,7 +196,7 @@ def scores_of_sides(
         scores = maxsim_scores(query_part, document_part, pairing, length_normalize, impl)
         return scores.to(output_device)
 
-    document_slices = documents.slices(compute_device, budget)
+    document_slices = documents.slices(compute_device, max_elements)
     if pairing == "aligned":
         parts = [
             score_part(queries.select(sequences, compute_device), sequences)
@@ -202,7 +204,7 @@ def scores_of_sides(
         ]
         return _concatenate(parts, 0)
     rows = []
-    for query_slice in queries.slices(compute_device, budget):
+    for query_slice in queries.slices(compute_device, max_elements):
         query_part = queries.select(query_slice, compute_device)
         columns = [score_part(query_part, sequences) for sequences in document_slices]
         rows.append(_concatenate(columns, 1))
@@ -221,7 +223,8 @@ def maxsim_scores(
     Args:
         queries: the token vectors of queries.
         documents: the token vectors of documents.
-        pairing: see :func:`tilefold.ops.maxsim`.
+        pairing: ``"all"`` scores every query with every document, ``"aligned"`` query ``i`` with
+            document ``i``, ``"grouped"`` each query with its N documents.
         length_normalize: whether scores are divided by the number of query tokens.
         impl: the implementation of ``maxsim``.
     """

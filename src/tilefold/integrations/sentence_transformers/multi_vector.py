@@ -104,12 +104,16 @@ def mean_maxsim(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`maxsim`, by default divided by the number of query tokens, ``[Nq, Nd]``.
+    """Compute MaxSim of every query with every document, divided by the number of query tokens.
+
+    This is :func:`maxsim` with another default of ``length_normalize``; the scores are
+    ``[Nq, Nd]``.
 
     Args:
         a: the token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
         b: the token vectors of the documents, a list of ``[Ld_i, D]`` or padded ``[Nd, Ld, D]``.
-        a_mask: which query tokens count, ``[Nq, Lq]`` or a list, see :func:`maxsim`.
+        a_mask: which query tokens count, ``[Nq, Lq]`` or a list. A floating mask multiplies the
+            similarities of its tokens.
         b_mask: which document tokens count, ``[Nd, Ld]`` or a list.
         chunk_elements: the largest number of elements of queries or documents that are packed or
             moved to ``device`` at once.
@@ -140,7 +144,8 @@ def maxsim_pairwise(
     Args:
         a: the token vectors of N queries, a list of ``[Lq_i, D]`` or padded ``[N, Lq, D]``.
         b: the token vectors of N documents, a list of ``[Ld_i, D]`` or padded ``[N, Ld, D]``.
-        a_mask: which query tokens count, ``[N, Lq]`` or a list, see :func:`maxsim`.
+        a_mask: which query tokens count, ``[N, Lq]`` or a list. A floating mask multiplies the
+            similarities of its tokens.
         b_mask: which document tokens count, ``[N, Ld]`` or a list.
         chunk_elements: the largest number of elements of queries or documents that are packed or
             moved to ``device`` at once.
@@ -173,12 +178,16 @@ def mean_maxsim_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`maxsim_pairwise`, by default divided by the number of query tokens, ``[N]``.
+    """Compute MaxSim of query ``i`` with document ``i``, divided by the number of query tokens.
+
+    This is :func:`maxsim_pairwise` with another default of ``length_normalize``; the scores are
+    ``[N]``.
 
     Args:
         a: the token vectors of N queries, a list of ``[Lq_i, D]`` or padded ``[N, Lq, D]``.
         b: the token vectors of N documents, a list of ``[Ld_i, D]`` or padded ``[N, Ld, D]``.
-        a_mask: which query tokens count, ``[N, Lq]`` or a list, see :func:`maxsim`.
+        a_mask: which query tokens count, ``[N, Lq]`` or a list. A floating mask multiplies the
+            similarities of its tokens.
         b_mask: which document tokens count, ``[N, Ld]`` or a list.
         chunk_elements: the largest number of elements of queries or documents that are packed or
             moved to ``device`` at once.
@@ -347,9 +356,10 @@ def mean_colbert_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`colbert_scores` with ``length_normalize=True`` by default.
+    """Compute MaxSim of every query with every document, divided by the number of query tokens.
 
-    This is the similarity ``"meanmaxsim"`` of a model.
+    This is :func:`colbert_scores` with another default of ``length_normalize``, the similarity
+    ``"meanmaxsim"`` of a model.
 
     Args:
         queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]``.
@@ -385,9 +395,10 @@ def mean_colbert_scores_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`colbert_scores_pairwise` with ``length_normalize=True`` by default.
+    """Compute MaxSim of query ``i`` with document ``i``, divided by the number of query tokens.
 
-    This is the similarity ``"meanmaxsim"`` of a model.
+    This is :func:`colbert_scores_pairwise` with another default of ``length_normalize``, the
+    similarity ``"meanmaxsim"`` of a model.
 
     Args:
         queries_embeddings: the token vectors of the queries, ``[B, Lq, D]``.
@@ -424,9 +435,10 @@ def mean_colbert_kd_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`colbert_kd_scores` with ``length_normalize=True`` by default.
+    """Compute MaxSim of each query with its N documents, divided by the number of query tokens.
 
-    This is the similarity ``"meanmaxsim"`` of a model.
+    This is :func:`colbert_kd_scores` with another default of ``length_normalize``, the similarity
+    ``"meanmaxsim"`` of a model.
 
     Args:
         queries_embeddings: the token vectors of the queries, ``[B, Lq, D]``.
@@ -526,8 +538,8 @@ def xtr_kd_scores(
     _check_groups(queries, groups.vectors)
     n_groups, n_documents = groups.vectors.shape[:2]
     scores = _score_xtr(queries, groups, top_k, impl)
-    # Query i needs the scores of group i only: the diagonal of [queries, groups, documents], which
-    # ``diagonal`` returns as [documents, queries].
+    # Query i needs the scores of its own documents only, those of group i. They are the diagonal of
+    # [queries, groups, documents], which ``diagonal`` returns as [documents, queries].
     scores_by_group = scores.view(n_groups, n_groups, n_documents)
     return scores_by_group.diagonal().mT.contiguous()
 
@@ -620,8 +632,9 @@ def _as_groups_of_one(values: object, ndim: int) -> Tensor | None:
     """Return documents, or their mask, as groups of one document for each query.
 
     Args:
-        values: one document, or one mask, for each query; None if there is no mask.
-        ndim: the number of dimensions of groups. Values that have it are returned as they are.
+        values: one document for each query, ``[B, Ld, D]``, or their mask ``[B, Ld]``; None if
+            there is no mask. Values that are grouped already, ``[B, 1, ...]``, do not change.
+        ndim: the number of dimensions of grouped values.
     """
     if values is None:
         return None

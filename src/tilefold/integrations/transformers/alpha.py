@@ -69,7 +69,7 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
 
 
 def _store_alphas(alpha_of_layer: dict[nn.Module, float]) -> None:
-    """Write the alphas of attention modules to the configuration that all of them share.
+    """Write the alphas of attention modules to the configuration that all these modules share.
 
     ``config.entmax_alpha`` becomes one number if all alphas are equal. Otherwise it becomes a list
     with one alpha per layer, from which a module reads its alpha by its ``layer_idx``. Modules that
@@ -149,7 +149,7 @@ def _use_entmax_transformers(model: nn.Module) -> None:
 
 
 def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> list[EntmaxAlpha]:
-    """Load the learned alphas of a checkpoint into a model.
+    """Load the learned alphas of a checkpoint into a model, one alpha per head.
 
     Call it after ``from_pretrained``, which reports ``entmax_alpha.theta`` as unexpected weights
     and leaves them out. The model refuses to run without them.
@@ -169,6 +169,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
         OSError: if there is no checkpoint.
     """
     check_network(model)
+    # A learned alpha is computed from its parameter theta.
     thetas = _read_thetas(str(name_or_path), hub)
     layers = attention.checked_attention_modules(model)
     layer_names = [name for name, module in model.named_modules() if module in layers]
@@ -268,10 +269,13 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
 
 
 def runs_entmax(model: nn.Module) -> bool:
-    """Whether a model runs entmax attention; raises if it should, but some layers do not.
+    """Whether a model runs entmax attention in every layer whose configuration has alphas.
 
     Args:
         model: the model.
+
+    Returns:
+        True if some layers run entmax attention, False if the model has nothing to do with it.
 
     Raises:
         ValueError: if the configuration of a layer has alphas, but the layer runs another
@@ -382,7 +386,7 @@ class AlphaSchedule(TrainerCallback):
         self.shape = shape
 
     def alpha_at(self, step: int, steps: int) -> float | list[float]:
-        """Return alpha after ``step`` of ``steps`` optimiser steps.
+        """Return the alpha of the schedule after ``step`` of ``steps`` optimiser steps.
 
         Progress goes from 0 at the first step to 1 at ``until``, and alpha follows it from start to
         target, linearly or along half a cosine.
@@ -574,7 +578,7 @@ def _matching_theta(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
 
 
 def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]:
-    """Read the parameters of learned alphas from a checkpoint in one or several files.
+    """Read the parameters theta of learned alphas from a checkpoint in one or several files.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
@@ -586,7 +590,7 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
     Raises:
         OSError: if there are no weights.
     """
-    # Imported late: it needs the hub's client.
+    # Imported here, because it imports the client of the Hugging Face hub.
     from transformers.utils import cached_file
 
     for name in WEIGHT_FILES:
@@ -617,7 +621,7 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
 
 
 def _thetas_in(path: str) -> dict[str, Tensor]:
-    """Read the parameters of learned alphas from one file of weights.
+    """Read the parameters theta of learned alphas from one file of weights.
 
     Args:
         path: a safetensors file, or a file written by ``torch.save``, from which only tensors are

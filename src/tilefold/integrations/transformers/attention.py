@@ -88,8 +88,8 @@ def entmax_mask(
 ) -> Tensor | None:
     """Return the padding mask of the keys, for transformers' mask interface.
 
-    A mask function of transformers may also stand for causality or a sliding window. The attention
-    gets both as arguments, so that they are not part of this mask.
+    transformers also asks for masks of causality and of sliding windows. The attention gets both as
+    arguments, so that this mask leaves them out.
 
     Args:
         batch_size: the number of sequences; not used.
@@ -105,7 +105,8 @@ def entmax_mask(
         The mask ``[B, kv_length]``, or None without an ``attention_mask``.
 
     Raises:
-        ValueError: if the mask is not an argument of the attention, or the cache is static.
+        ValueError: if ``mask_function`` stands for another mask, which the attention would ignore,
+            if the cache is static, or if the padding mask is shorter than the keys.
     """
     if mask_function is not None and not _is_known_mask(mask_function, kwargs):
         name = getattr(mask_function, "__name__", mask_function)
@@ -140,7 +141,7 @@ def entmax_mask(
 def _is_known_mask(function: Callable[..., object], options: Mapping[str, object]) -> bool:
     """Whether a mask function expresses nothing but causality and sliding windows.
 
-    The attention gets these as arguments. It would ignore any other mask.
+    The attention gets these as arguments instead of a mask. It would ignore any other mask.
 
     Args:
         function: a mask function of transformers. A function that ``and_masks`` has combined is
@@ -159,10 +160,11 @@ def _is_known_mask(function: Callable[..., object], options: Mapping[str, object
 
 
 def _has_plain_mask_options(options: Mapping[str, object]) -> bool:
-    """Whether the arguments of a call tell that its mask is only causal or a sliding window.
+    """Whether the arguments of a call show that its mask is only causal or a sliding window.
 
-    Under ``torch.compile`` the mask function itself cannot be inspected. But transformers only
-    allows to skip masks that are plain: not those of packed sequences or custom masks.
+    Under ``torch.compile`` the mask function itself cannot be inspected. But transformers allows an
+    attention to do without a mask (``allow_*_skip``) for plain masks only: not for packed sequences
+    or custom masks.
 
     Args:
         options: the other arguments of the call of :func:`entmax_mask`.
@@ -218,15 +220,15 @@ def _attention_call(
     is_causal: bool,
     offsets: tuple[Tensor | None, Tensor | None],
 ) -> _AttentionCall:
-    """Convert the arguments of transformers' attention interface to those of the operator.
+    """Convert the arguments of transformers' attention interface to those of ``entmax_attention``.
 
     Args:
-        module: the attention module.
+        module: the attention module, which has the alpha.
         query: the queries ``[B, H, Nq, D]``; ``[1, H, T, D]`` if the tokens are packed.
         key: the keys ``[B, Hkv, Nk, D]``.
         attention_mask: the padding mask ``[B, Nk]``, which packed tokens do not need.
         scale: the factor of the scores.
-        sliding_window: the window of the module.
+        sliding_window: the number of keys that a query attends to in one direction; None for all.
         is_causal: whether a query attends to no later keys.
         offsets: the offsets of packed queries and keys. The tokens are packed if both are tensors.
 
@@ -282,8 +284,8 @@ def entmax_attention_forward(
         attention_mask: the padding mask ``[B, Nk]``, as :func:`entmax_mask` returns it.
         dropout: the probability that a weight is dropped.
         scaling: the factor of the scores; ``D ** -0.5`` by default.
-        sliding_window: the window of the module, see :func:`.packed.largest_distance`; all keys by
-            default.
+        sliding_window: the number of keys that a query attends to in one direction, its own key
+            included; all keys by default.
         is_causal: whether a query attends to no later keys; by default ``module.is_causal``.
         kwargs: the offsets ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch
             of one. All other arguments are ignored.
@@ -355,7 +357,7 @@ def _record_of(module: nn.Module) -> SparsityRecord | None:
 
 
 def _store_implementation(module: nn.Module) -> None:
-    """Store the name of the attention in a model's configuration, and so in its checkpoints.
+    """Store the name of the attention in a model's configuration, which its checkpoints contain.
 
     transformers reads ``attn_implementation`` from a checkpoint, but never writes it.
 
@@ -475,7 +477,8 @@ class LayerSparsity:
             windows allow.
         mean_support: the mean number of positive weights per query.
         live_blocks: the fraction of blocks of 64 queries by 64 keys that hold a positive weight,
-            among those that hold an allowed one; ``None`` if blocks were not counted.
+            among the blocks in which masks, causality and windows allow one; ``None`` if blocks
+            were not counted.
         queries: the number of queries per head, without padding; in a total, of all heads and
             layers.
     """
@@ -495,7 +498,7 @@ class _HeadCounts(NamedTuple):
         allowed: weights that masks, causality and windows allow.
         queries: queries that see a key.
         live_blocks: blocks of 64 queries by 64 keys that hold a positive weight.
-        visible_blocks: blocks that hold an allowed weight.
+        visible_blocks: blocks in which masks, causality and windows allow a weight.
     """
 
     positive: Tensor
@@ -540,7 +543,7 @@ class SparsityRecord:
             call: the arguments of the attention.
             stats: the statistics of each query, ``[B, H, Nq]``, or ``[1, H, Tq]`` if queries are
                 packed: ``support`` is the number of its positive weights, ``visible`` the number of
-                keys that it may attend to.
+                keys that it may attend to, ``tau`` the threshold below which weights are 0.
         """
         query_mask = _query_padding_mask(module, call)
         support = stats.support
@@ -643,7 +646,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _query_padding_mask(module: nn.Module, call: _AttentionCall) -> Tensor | None:
-    """Return which queries of a call are tokens and which are padding.
+    """Return which queries of a call are tokens and which are padding, by the mask of the keys.
 
     In self-attention, the last Nq entries of the key mask belong to the queries. In
     cross-attention, the keys come from another sequence.
@@ -656,13 +659,13 @@ def _query_padding_mask(module: nn.Module, call: _AttentionCall) -> Tensor | Non
         Bool ``[B, Nq]``, True for tokens; None if this is not known.
     """
     mask = call.key_padding_mask
-    # Some architectures tell by an attribute, others only by the class name.
+    # Some architectures show it by an attribute, others only by the name of the class.
     is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     if mask is None or is_cross:
         return None
     n_queries = call.query.size(2)
     n_keys = mask.size(1)
-    if n_keys < n_queries:  # cross-attention of an architecture that does not tell
+    if n_keys < n_queries:  # cross-attention of an architecture that shows it by neither
         return None
     return mask[:, n_keys - n_queries :] != 0
 
@@ -679,7 +682,8 @@ def _count_blocks(
 
     Args:
         call: the arguments of the attention.
-        tau: the threshold of each query; entmax gives the weight 0 to all lower scores.
+        tau: the threshold of each query, ``[B, H, Nq]``: scores s with ``(alpha - 1) s <= tau``
+            have the weight 0.
         query_mask: which queries are tokens and not padding, ``[B, Nq]``; None for all.
 
     Returns:

@@ -110,11 +110,12 @@ def packed_attention_forward(
         query: the queries ``[B, H, N, D]``; ``[1, H, T, D]`` if the tokens are packed.
         key: the keys in the same layout; their number of heads is H or a divisor of H.
         value: the values, with the shape of the keys.
-        attention_mask: the mask of padded inputs; for packed inputs None, or the placeholder of
-            :func:`decoder_arguments`.
+        attention_mask: the mask of padded inputs; for packed inputs None, or for a decoder the mask
+            ``[1, 1, 1, 1]`` of :func:`decoder_arguments`, which is not used.
         dropout: the probability that a weight is dropped.
         scaling: the factor of the scores; ``D ** -0.5`` by default.
-        sliding_window: the window of the module, see :func:`largest_distance`; all keys by default.
+        sliding_window: the number of keys that a query attends to in one direction, its own key
+            included; all keys by default.
         **kwargs: for packed tokens, the offsets ``cu_seq_lens_q``, int32 ``[B + 1]``, and the
             length of the longest sequence, ``max_length_q``. ``is_causal`` is by default that of
             ``module``. All other arguments are passed to the padded attention.
@@ -180,13 +181,14 @@ def largest_distance(
 ) -> int | None:
     """Return the largest distance of a key that a query attends to, or None for no limit.
 
-    Attention modules pass the number of keys that a query attends to in one direction, its own key
-    included. Only decoders that ``config.is_causal = False`` makes bidirectional are different: the
-    masks that transformers creates for them include a key at the distance of the window.
+    The window of an attention module is the number of keys that a query attends to in one
+    direction, its own key included: one more than the distance. Decoders that
+    ``config.is_causal = False`` makes bidirectional are an exception: the masks that transformers
+    creates for them include a key at the distance of the window.
 
     Args:
         module: the calling attention module.
-        sliding_window: the window that it passes; None for no limit.
+        sliding_window: the window of the module; None for no limit.
         is_causal: whether a query attends to no later keys.
     """
     if sliding_window is None:
@@ -202,7 +204,7 @@ def packed_heads(tensor: Tensor) -> Tensor:
 
 
 def _window_mask(query: Tensor, window: int, is_causal: bool) -> Tensor | None:
-    """Return the mask of a sliding window for padded attention, True for visible keys.
+    """Return the mask of a sliding window for padded attention, True for keys within it.
 
     Args:
         query: the queries ``[B, H, N, D]``.
@@ -232,7 +234,7 @@ def _check_packed_call(
 
     Args:
         query: the packed queries ``[1, H, T, D]``.
-        attention_mask: must be None or a placeholder, because packed inputs have no padding.
+        attention_mask: must be None or have one element, because packed inputs have no padding.
         kwargs: the other arguments of :func:`packed_attention_forward`.
     """
     if query.size(0) != 1:
@@ -315,7 +317,8 @@ def joined_mask_functions(function: Callable[..., object]) -> list[Callable[...,
 def padding_position(model: nn.Module) -> int | None:
     """Return the position id of padding tokens in models like RoBERTa, or None in other models.
 
-    It equals the id of the padding token. The position ids of other tokens begin after it.
+    In such a model, it equals the token id of padding, and the position ids of other tokens begin
+    with the next number.
 
     Args:
         model: a transformers model.

@@ -954,9 +954,9 @@ class EncodingGraphs(Replacement):
         capacity = self.row_capacity(size)
         forwards = fused_forwards(self.owner)
         # Poolings of sentence-transformers can return such rows themselves.
-        has_stock_poolings = all(isinstance(forward.pooling, StockPooling) for forward in forwards)
+        has_splade_poolings = all(isinstance(forward.pooling, StockPooling) for forward in forwards)
         output_context: AbstractContextManager[None] = contextlib.nullcontext()
-        if has_stock_poolings:
+        if has_splade_poolings:
             output_context = sparse_scores(options, capacity)
         with output_context:
             scores = self.run_model(features, task)["sentence_embedding"]

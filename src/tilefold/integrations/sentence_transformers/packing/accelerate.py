@@ -102,7 +102,7 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
         transformer = routes[0][0]  # every route begins with it
         name = type(transformer.model).__name__
         padded[name] = reason
-        if _is_stock(routes) and not isinstance(reason, ExpectedReason):
+        if _belongs_to_sentence_transformers(routes) and not isinstance(reason, ExpectedReason):
             warnings.warn(
                 f"{name} runs on padded batches: {reason}.",
                 UserWarning,
@@ -143,7 +143,7 @@ def packed_forwards(model: Model) -> list[PackedForward]:
     return [forward for forward in all_replacements if isinstance(forward, PackedForward)]
 
 
-def _is_stock(routes: list[Route]) -> bool:
+def _belongs_to_sentence_transformers(routes: list[Route]) -> bool:
     """Whether all modules belong to sentence-transformers.
 
     Modules of other libraries rarely accept packed batches, so users expect them to run padded.
@@ -184,7 +184,7 @@ def _unsupported_routes_reason(model: Model, routes: list[Route]) -> str | None:
 
 
 def _pools_tokens(route: Route) -> bool:
-    """Whether a route has a stock Pooling, and only modules before it that accept packed tokens."""
+    """Whether a route has a Pooling, and only modules before it that accept packed tokens."""
     for module in route[1:]:
         if type(module) is Pooling:
             return True

@@ -71,7 +71,8 @@ def keep_pooled_tokens(features: Features, output_name: str) -> None:
     n_pooled = count.n_pooled
     is_mini_batch = count.n_tokens != is_pooled.numel()
     if is_mini_batch:
-        n_pooled = int(is_pooled.sum())  # the CPU waits for the GPU, since it lacks this number
+        # The recorded number is that of the whole batch. The CPU waits for the GPU to count.
+        n_pooled = int(is_pooled.sum())
     # A stable sort brings pooled tokens to the front. ``nonzero`` would wait for the GPU.
     pooled_tokens = torch.argsort((~is_pooled).int(), stable=True)[:n_pooled]
     n_pooled_before = torch.nn.functional.pad(is_pooled.cumsum(0), (1, 0))  # [T + 1]

@@ -152,7 +152,7 @@ class _TokenizedTexts:
 class PackedInputs(Replacement):
     """Replaces ``preprocess`` of one Transformer: within :func:`packed_inputs` it packs tokens.
 
-    Texts go through a copy of the Rust tokenizer, if its features equal those of the stock
+    Texts go through a copy of the Rust tokenizer, if its features equal those of the original
     ``preprocess`` for a few probes: sentence-transformers' method takes several times as long,
     since it makes Python lists of all tokens. Otherwise sentence-transformers' method tokenises,
     and its padding is removed within :func:`packed_inputs`. Inputs other than texts stay padded. So
@@ -698,9 +698,9 @@ def direct_preprocess_of(model: Model) -> PackedInputs | None:
     Returns:
         The replacement, or None if the model's ``preprocess`` must run.
     """
-    is_stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
+    is_original = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
     first_module: Any = next(iter(model.children()), None)
-    if first_module is None or not is_stock:
+    if first_module is None or not is_original:
         return None
     preprocess = vars(first_module).get("preprocess")
     return preprocess if isinstance(preprocess, PackedInputs) else None

@@ -79,7 +79,7 @@ def fuse_norms(network: nn.Module) -> None:
         network: a model of transformers.
     """
     for module in network.modules():
-        if _is_stock_rms_norm(module):
+        if _is_fusible_rms_norm(module):
             module.forward = FusedRMSNorm(module)
 
 
@@ -94,7 +94,7 @@ def separate_norms(network: nn.Module) -> None:
             del module.forward
 
 
-def _is_stock_rms_norm(module: nn.Module) -> bool:
+def _is_fusible_rms_norm(module: nn.Module) -> bool:
     """Whether a module is an RMSNorm like Llama's, whose forward was not replaced.
 
     All classes of transformers with such a name and a ``variance_epsilon`` compute this function.

@@ -68,7 +68,13 @@ _DEFAULT_BATCH_SIZE = 32
 
 
 def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
-    """Return which entries of a row are kept; ``top_k`` is by default ``max_active_dims``."""
+    """Return which entries of a sparse row are kept.
+
+    Args:
+        model: the model, whose ``max_active_dims`` is the default of ``top_k``.
+        top_k: the largest number of entries, the largest values first; None for the default.
+        min_weight: only entries strictly greater than this are kept.
+    """
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
 
 
@@ -330,7 +336,7 @@ class FusedEncode(Replacement):
     """Replaces ``encode`` of one model.
 
     A CUDA graph encodes the texts of a single batch. More texts are encoded in a stream: background
-    threads tokenise the next texts meanwhile. sentence-transformers' method ("stock") runs for
+    threads tokenise the next texts meanwhile. sentence-transformers' own method runs for
     everything else, such as inputs that are not strings, several processes, or options of the
     processor.
 
@@ -339,20 +345,20 @@ class FusedEncode(Replacement):
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Encode inputs, with the arguments and the result of the stock ``encode``.
+        """Encode inputs, with the arguments and the result of sentence-transformers' ``encode``.
 
         Raises:
             ValueError: if an invariant SentenceTransformer is asked for other outputs than vectors.
         """
         model = self.owner
-        stock = type(model).encode
+        library_encode = type(model).encode
         if args:
             args = (_listed_inputs(model, args[0]), *args[1:])
         elif "inputs" in kwargs:
             kwargs["inputs"] = _listed_inputs(model, kwargs["inputs"])
-        arguments = _bind_arguments(stock, args, kwargs)
+        arguments = _bind_arguments(library_encode, args, kwargs)
         if arguments is not None and _can_encode_faster(model, arguments):
-            show_progress = _shows_progress(stock, arguments)
+            show_progress = _shows_progress(library_encode, arguments)
             if not _is_one_batch(arguments):
                 return _encode_many(model, arguments, show_progress)
             # sentence-transformers' ``encode`` runs if a single batch needs a progress bar.
@@ -375,7 +381,7 @@ class FusedEncode(Replacement):
                     "invariant=True.",
                 )
         with padded_inputs() if returns_tokens else packed_inputs():
-            return stock(model, *args, **kwargs)
+            return library_encode(model, *args, **kwargs)
 
 
 def _texts_of(arguments: Options) -> list[str]:
@@ -415,16 +421,16 @@ def _with_listed_texts(arguments: Options) -> Options:
     return {**arguments, "inputs": _texts_of(arguments)}
 
 
-def _shows_progress(stock: Any, arguments: Options) -> bool:
+def _shows_progress(library_encode: Any, arguments: Options) -> bool:
     """Whether a call of ``encode`` shows a progress bar; by default its logger decides.
 
     Args:
-        stock: the ``encode`` of the model's class in sentence-transformers.
+        library_encode: the ``encode`` of the model's class in sentence-transformers.
         arguments: the arguments of ``encode`` by name.
     """
     if arguments["show_progress_bar"] is not None:
         return bool(arguments["show_progress_bar"])
-    return logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
+    return logging.getLogger(library_encode.__module__).getEffectiveLevel() <= logging.INFO
 
 
 def _encode_many(model: Model, arguments: Options, show_progress: bool) -> Any:
@@ -490,21 +496,25 @@ def _listed_inputs(model: Model, inputs: object) -> object:
     return inputs if model.is_singular_input(inputs) else list_of("inputs", inputs)
 
 
-def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Options | None:
+def _bind_arguments(
+    library_encode: Any,
+    args: tuple[object, ...],
+    kwargs: Options,
+) -> Options | None:
     """Return the arguments of a call of ``encode`` by name, with defaults.
 
     This is ``inspect.Signature.bind`` with a cached signature and without its errors. Arguments
     that the method collects in ``**kwargs`` are a dictionary under the name ``kwargs``.
 
     Args:
-        stock: the ``encode`` of the model's class in sentence-transformers.
+        library_encode: the ``encode`` of the model's class in sentence-transformers.
         args: the positional arguments without ``self``.
         kwargs: the keyword arguments.
 
     Returns:
-        The arguments, or None if the call is wrong; ``stock`` then raises the error.
+        The arguments, or None if the call is wrong; ``library_encode`` then raises the error.
     """
-    names, defaults = _parameters(stock)
+    names, defaults = _parameters(library_encode)
     if len(args) > len(names):
         return None
     positional = dict(zip(names, args, strict=False))
@@ -517,16 +527,16 @@ def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Op
 
 
 @functools.cache
-def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
+def _parameters(library_encode: Any) -> tuple[tuple[str, ...], Options]:
     """Return the parameters of ``encode`` without ``self`` and ``**kwargs``.
 
     Args:
-        stock: the ``encode`` of a model's class in sentence-transformers.
+        library_encode: the ``encode`` of a model's class in sentence-transformers.
 
     Returns:
         The names of the parameters in their order, and the default values by name.
     """
-    _, *parameters = inspect.signature(stock).parameters.values()
+    _, *parameters = inspect.signature(library_encode).parameters.values()
     named = [
         parameter
         for parameter in parameters
@@ -673,7 +683,7 @@ def _encode_few_tokens(model: Model, arguments: Options) -> Any:
         arguments: the arguments of ``encode`` by name.
 
     Returns:
-        The vectors ``[n, D]`` of each text as the stock ``encode`` returns them, or None if no
+        The vectors ``[n, D]`` of each text as sentence-transformers returns them, or None if no
         graph can run.
     """
     graphs = graphs_of(model)
@@ -724,7 +734,7 @@ def _returns_arrays(arguments: Options) -> bool:
 
 
 def _dense_dimension(model: Model, arguments: Options) -> int | None:
-    """Return how many leading entries of a dense vector ``encode`` keeps, or None for all."""
+    """Return how many leading entries of a dense vector ``encode`` returns, or None for all."""
     dimension: int | None = arguments["truncate_dim"]
     return model.truncate_dim if dimension is None else dimension
 
