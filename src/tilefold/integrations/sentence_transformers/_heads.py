@@ -199,10 +199,10 @@ def _check_exclusive(poolings: list[FusablePooling], unpooled: list[Transformer]
     for entry in poolings:
         first_head = head_of_pooling.setdefault(id(entry.pooling), entry.head)
         if first_head is not entry.head:
-            kind = type(entry.pooling).__name__
+            name = type(entry.pooling).__name__
             raise ValueError(
-                f"a {kind} must belong to one LM head, got several; "
-                f"give each route its own {kind}.",
+                f"a {name} must belong to one LM head, got several; "
+                f"give each route its own {name}.",
             )
 
 
@@ -397,8 +397,8 @@ def _is_peft(layer: nn.Module, name: str) -> bool:
 
     Names are compared, so that peft need not be installed.
     """
-    kind = type(layer)
-    return kind.__module__ == _PEFT_MODULES[name] and kind.__qualname__ == name
+    layer_class = type(layer)
+    return layer_class.__module__ == _PEFT_MODULES[name] and layer_class.__qualname__ == name
 
 
 def _check_weight_is_local(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:

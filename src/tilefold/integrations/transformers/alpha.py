@@ -98,9 +98,9 @@ def learn_alpha(
     """Give every attention layer of a model one learned alpha per head.
 
     Each attention module gets a parameter ``entmax_alpha.theta``. Create the optimiser after this
-    call, so that it includes these parameters. The configuration records that alphas are learned;
-    running a loaded model without them raises an error, see :func:`load_alpha`. A model of
-    sentence-transformers loads them by itself.
+    call, so that it includes these parameters. The configuration records that alphas are learned.
+    A model that is loaded without them raises an error when it runs, until :func:`load_alpha` has
+    loaded them. A model of sentence-transformers loads them by itself.
 
     Args:
         model: a transformers model, or any module that contains one.
@@ -139,12 +139,13 @@ def _use_entmax_transformers(model: nn.Module) -> None:
         model: any module.
     """
     for module in model.modules():
-        kind = type(module)
-        # By name: sentence-transformers need not be installed.
-        is_stock_transformer = kind.__name__ == "Transformer" and kind.__module__.startswith(
-            "sentence_transformers.",
+        # The class is compared by name, because sentence-transformers need not be installed.
+        module_class = type(module)
+        is_transformer_module = (
+            module_class.__name__ == "Transformer"
+            and module_class.__module__.startswith("sentence_transformers.")
         )
-        if is_stock_transformer:
+        if is_transformer_module:
             module.__class__ = entmax_transformer()
 
 
@@ -212,7 +213,8 @@ def use_entmax(
     Args:
         model: a transformers model, or any module that contains one.
         alpha: one number for all layers, or one for each, in [1, 2]. Alpha 1 is softmax.
-        learn: whether to learn one alpha per head, starting at ``alpha``, see :func:`learn_alpha`.
+        learn: whether to learn one alpha per head, starting at ``alpha``, as :func:`learn_alpha`
+            does.
 
     Raises:
         ValueError: if alphas are invalid, or the attention of the model does not use transformers'

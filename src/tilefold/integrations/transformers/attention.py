@@ -20,7 +20,7 @@ from tilefold.integrations.transformers.networks import check_network
 from tilefold.integrations.transformers.packed import (
     BIDIRECTIONAL_WINDOWS,
     UNSUPPORTED_ARGUMENTS,
-    joined_mask_functions,
+    combined_mask_functions,
     largest_distance,
     packed_heads,
 )
@@ -108,7 +108,7 @@ def entmax_mask(
         ValueError: if ``mask_function`` stands for another mask, which the attention would ignore,
             if the cache is static, or if the padding mask is shorter than the keys.
     """
-    if mask_function is not None and not _is_known_mask(mask_function, kwargs):
+    if mask_function is not None and not _is_causal_or_window(mask_function, kwargs):
         name = getattr(mask_function, "__name__", mask_function)
         raise ValueError(
             "mask_function must be causal, bidirectional or a sliding window, got "
@@ -138,7 +138,7 @@ def entmax_mask(
     return mask
 
 
-def _is_known_mask(function: Callable[..., object], options: Mapping[str, object]) -> bool:
+def _is_causal_or_window(function: Callable[..., object], options: Mapping[str, object]) -> bool:
     """Whether a mask function expresses nothing but causality and sliding windows.
 
     The attention gets these as arguments instead of a mask. It would ignore any other mask.
@@ -154,9 +154,9 @@ def _is_known_mask(function: Callable[..., object], options: Mapping[str, object
         return _has_plain_mask_options(options)
     if getattr(function, "__qualname__", "") in _KNOWN_MASKS:
         return True
-    parts = joined_mask_functions(function)
+    parts = combined_mask_functions(function)
     is_combined = parts != [function]
-    return is_combined and all(_is_known_mask(part, options) for part in parts)
+    return is_combined and all(_is_causal_or_window(part, options) for part in parts)
 
 
 def _has_plain_mask_options(options: Mapping[str, object]) -> bool:

@@ -273,7 +273,7 @@ def packed_mask(
         attention_mask: the padding mask ``[B, N]``; None without padding.
         **kwargs: the other arguments of transformers' mask functions.
     """
-    functions = joined_mask_functions(mask_function)
+    functions = combined_mask_functions(mask_function)
     if attention_mask is None and all(_needs_no_mask(function) for function in functions):
         return None
     mask: Tensor | None = sdpa_mask(
@@ -292,7 +292,7 @@ def _needs_no_mask(mask_function: Callable[..., object]) -> bool:
     return getattr(mask_function, "__qualname__", "") in BIDIRECTIONAL_WINDOWS
 
 
-def joined_mask_functions(function: Callable[..., object]) -> list[Callable[..., object]]:
+def combined_mask_functions(function: Callable[..., object]) -> list[Callable[..., object]]:
     """Return the mask functions that transformers' ``and_masks`` has combined into one.
 
     Args:

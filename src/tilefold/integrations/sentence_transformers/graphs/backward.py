@@ -51,7 +51,7 @@ def cut_layers(model: nn.Module) -> Iterator[LayerCut]:
         model: the encoder.
 
     Yields:
-        The cut, which the forward pass fills in.
+        The hidden states between lower and upper layers, which the forward pass fills in.
     """
     cut = LayerCut()
 
@@ -93,7 +93,7 @@ def backward_parts(
 
     Args:
         output: the output of the encoder.
-        cut: where the forward pass was divided.
+        cut: the hidden states at which the forward pass was divided into lower and upper layers.
         parameters: the parameters of the encoder.
         output_gradient: the gradient of the output.
 

@@ -173,7 +173,7 @@ class ModelState(ModelStructure):
     def is_unchanged(self) -> bool:
         """Whether the structure, the attributes and the configurations equal the recorded ones.
 
-        The addresses of tensors are not compared, see :meth:`has_same_memory`.
+        The addresses of tensors are not compared; :meth:`has_same_memory` does that.
         """
         if not self.has_same_members() or not self._attribute_counts.are_unchanged():
             return False

@@ -170,10 +170,10 @@ class _Encoding(ABC, Generic[R]):
 
     @abstractmethod
     def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
-        """Run the model on static inputs, for capture in a CUDA graph.
+        """Run the model on the input tensors of a graph, for the capture.
 
         Args:
-            features: the static inputs of the model.
+            features: the input tensors of the graph, whose addresses stay the same.
             size: the size of the graph.
 
         Returns:
@@ -210,7 +210,7 @@ class _SparseEncoding(_Encoding[SparseRows]):
         """Run the model and return its sparse rows, stored with a fixed capacity.
 
         Args:
-            features: the static inputs of the model.
+            features: the input tensors of the graph, whose addresses stay the same.
             size: the size of the graph. The model computes one more row: unused tokens form a
                 filler text, whose row is dropped.
         """
@@ -233,15 +233,15 @@ class _SparseEncoding(_Encoding[SparseRows]):
             RowCapacityError: if a row has more entries than the graph can store.
         """
         graph = captured.graph
-        host = _SparseResults(*graph.host_results)
-        device = _SparseResults(*graph.device_results)
+        cpu_results = _SparseResults(*graph.host_results)
+        gpu_results = _SparseResults(*graph.device_results)
         # Entries of several rows must be gathered, which is done on the CPU. Those of a single row
         # are contiguous, so a slice of the results on the GPU suffices.
         stays_on_gpu = not self.to_host and n_texts == 1 and self.graphs.device.type == "cuda"
-        entries = device if stays_on_gpu else host
+        entries = gpu_results if stays_on_gpu else cpu_results
         rows = unpack_capacity_rows(
-            host.counts[:n_texts],
-            host.n_stored[:n_texts],
+            cpu_results.counts[:n_texts],
+            cpu_results.n_stored[:n_texts],
             entries.columns[:n_texts],
             entries.values[:n_texts],
             capacity=self.graphs.row_capacity(captured.inputs.size),
@@ -276,7 +276,7 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
         """Run the model and return its token vectors without padding.
 
         Args:
-            features: the static inputs of the model.
+            features: the input tensors of the graph, whose addresses stay the same.
             size: the size of the graph. The model encodes one more text: unused tokens form a
                 filler text, whose vectors are dropped.
         """
@@ -298,10 +298,10 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
             n_texts: the number of texts of the batch.
         """
         graph = captured.graph
-        host = _VectorResults(*graph.host_results)
-        device = _VectorResults(*graph.device_results)
-        counts = host.counts[:n_texts].tolist()
-        all_vectors = host.vectors if self.to_host else device.vectors
+        cpu_results = _VectorResults(*graph.host_results)
+        gpu_results = _VectorResults(*graph.device_results)
+        counts = cpu_results.counts[:n_texts].tolist()
+        all_vectors = cpu_results.vectors if self.to_host else gpu_results.vectors
         vectors = all_vectors[: sum(counts)].clone()
         if vectors.is_cuda:
             graph.record_read()  # makes the next replay wait for this copy
@@ -352,7 +352,7 @@ class _DenseEncoding(_Encoding[Tensor]):
         """Run the model and return its dense vectors.
 
         Args:
-            features: the static inputs of the model.
+            features: the input tensors of the graph, whose addresses stay the same.
             size: the size of the graph. The model encodes one more text: unused tokens form a
                 filler text, whose vector is dropped.
         """
@@ -758,7 +758,7 @@ class EncodingGraphs(Replacement):
         Args:
             size: the size of the graph.
             features: the features of the batch on the CPU.
-            encoding: the kind of the encoding.
+            encoding: whether sparse rows, token vectors or dense vectors are computed, and how.
 
         Returns:
             The graph, or None if the model must run without one.
@@ -783,10 +783,10 @@ class EncodingGraphs(Replacement):
         Args:
             size: the size of the graph.
             features: the features of the batch.
-            encoding: the kind of the encoding.
+            encoding: whether sparse rows, token vectors or dense vectors are computed, and how.
         """
         tensors = {name: value for name, value in features.items() if isinstance(value, Tensor)}
-        constants = [
+        constants = [  # such as the modality
             (name, value)
             for name, value in features.items()
             if name not in tensors and name not in LONGEST_NAMES
@@ -879,7 +879,7 @@ class EncodingGraphs(Replacement):
         Args:
             size: the size of the graph.
             features: the features of a batch on the CPU.
-            encoding: the kind of the encoding.
+            encoding: whether sparse rows, token vectors or dense vectors are computed, and how.
 
         Returns:
             The graph with its inputs, or None if the capture failed.
@@ -915,7 +915,7 @@ class EncodingGraphs(Replacement):
         return CapturedEncoding(inputs, graph)
 
     def run_model(self, features: Features, task: str | None) -> Features:
-        """Run the model on static inputs, for capture in a CUDA graph.
+        """Run the model on the input tensors of a graph, for the capture.
 
         Autocast's cache of weights and ``torch.isin`` are replaced, since they cannot be captured.
 
@@ -939,7 +939,7 @@ class EncodingGraphs(Replacement):
         options: SparseOptions,
         size: GraphSize,
     ) -> CapacityRows:
-        """Run the model on static inputs, and return sparse rows of a fixed capacity.
+        """Run the model on the input tensors of a graph; return sparse rows of a fixed capacity.
 
         The capacity is the number of entries that are reserved for each row: the shapes of a
         graph's results cannot change. A SpladePooling of sentence-transformers is asked for such

@@ -91,9 +91,10 @@ class StepGraphSize(NamedTuple):
             return False
         if self.max_length < pack.longest or self.tokens < pack.tokens:
             return False
+        # Unused tokens form filler sequences, none of them longer than ``max_length``.
         n_unused = self.tokens - pack.tokens
-        filler_capacity = self.fillers * self.max_length
-        return n_unused <= max_unused_tokens(pack.tokens) and n_unused <= filler_capacity
+        max_filler_tokens = self.fillers * self.max_length
+        return n_unused <= min(max_unused_tokens(pack.tokens), max_filler_tokens)
 
 
 def max_unused_tokens(tokens: int) -> int:

@@ -361,7 +361,7 @@ class StepGraphs:
         graphs altogether.
 
         Args:
-            inputs: the static inputs, which hold a batch.
+            inputs: the input tensors of the graph, which hold a batch.
 
         Returns:
             The graph, or None if no graph can be captured.
@@ -401,13 +401,13 @@ class StepGraphs:
         return "trains without CUDA graphs, which could not be captured"
 
     def _capture_graph(self, inputs: StaticInputs, compiled: bool) -> Any:
-        """Capture the encoder's forward and backward pass on static inputs as CUDA graphs.
+        """Capture the encoder's forward and backward pass as CUDA graphs.
 
         Temporary parameters replace the model's during the capture. They share its memory, but have
         none of the hooks by which DDP would start communication.
 
         Args:
-            inputs: the static inputs, which hold a batch. Replays read the same tensors.
+            inputs: the input tensors, which hold a batch. Replays read the same tensors.
             compiled: whether layers run through ``torch.compile``.
 
         Returns:
@@ -433,7 +433,7 @@ class StepGraphs:
         """Run the encoder's forward pass, for capture in a CUDA graph.
 
         Args:
-            features: the static inputs of the encoder.
+            features: the input tensors of the graph, whose addresses stay the same.
         """
         transformer = self.transformer
         # The cut holds the hidden states at which the backward pass is divided into upper and lower
@@ -447,7 +447,7 @@ class StepGraphs:
         return EncoderPass(outputs[transformer.module_output_name], cut)
 
     def _replay(self, graph: Any, features: Features) -> Tensor:
-        """Replay a graph on its static inputs, and connect its output to autograd.
+        """Replay a graph on the batch in its input tensors, and connect its output to autograd.
 
         A divided backward pass has two autograd functions: one for the upper layers, which runs
         first, and one for the lower layers.
@@ -693,7 +693,7 @@ class ColumnGraphs:
             return False
         if self._graph_factory is StepGraph and not features["input_ids"].is_cuda:
             return False
-        # The Transformer ignores constants, such as the length of a prompt.
+        # The Transformer ignores features that are not tensors, such as the length of a prompt.
         return not any(
             isinstance(value, Tensor) and name not in _SUPPORTED_FEATURES
             for name, value in features.items()
@@ -789,7 +789,7 @@ class _GraphedEncoder(torch.autograd.Function):
         lower_done: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        """Replay the forward pass on the static inputs of a graph.
+        """Replay the forward pass of a graph on the batch in its input tensors.
 
         Args:
             ctx: the context of autograd.
@@ -799,8 +799,8 @@ class _GraphedEncoder(torch.autograd.Function):
                 tokens.
             marker: is kept alive until the backward pass has run.
             positions: the positions of ``parameters`` in ``graphs.parameters``.
-            lower_done: the output of :class:`_LowerLayers`, or None. Its value is not used: as an
-                input, it makes autograd run the backward pass of the lower layers after this one.
+            lower_done: the output of :class:`_LowerLayers`, or None. Its value is not used: as it
+                is an input, autograd runs the backward pass of the lower layers after this one.
             *parameters: the parameters whose gradients the upper layers complete. Their values are
                 not used: as inputs, they get the gradients that :meth:`backward` returns.
 

@@ -266,13 +266,18 @@ def _unsupported_reason(transformer: Transformer) -> str | None:
     Args:
         transformer: the Transformer module.
     """
-    kind = type(transformer)
+    transformer_class = type(transformer)
     is_replaced = "preprocess" in vars(transformer) or "forward" in vars(transformer)
-    has_own_methods = (
-        kind.preprocess is not Transformer.preprocess or kind.forward is not Transformer.forward
+    overrides_methods = (
+        transformer_class.preprocess is not Transformer.preprocess
+        or transformer_class.forward is not Transformer.forward
     )
-    if (has_own_methods and not hasattr(kind, "forward_packed")) or is_replaced:
-        return ExpectedReason(f"{kind.__name__} has a preprocess or a forward of its own")
+    # Classes of tilefold that override methods say by ``forward_packed`` that they can run packed.
+    is_overridden = overrides_methods and not hasattr(transformer_class, "forward_packed")
+    if is_overridden or is_replaced:
+        return ExpectedReason(
+            f"{transformer_class.__name__} has a preprocess or a forward of its own",
+        )
     if transformer.backend != "torch" or set(transformer.modality_config) != {"text"}:
         return (
             f"only text on the backend 'torch' is packed, got {transformer.backend!r} and "
@@ -292,7 +297,8 @@ def _mismatch_reason(route: Route) -> FailedCheck | None:
     """Compare the outputs of two short texts as a packed and as a padded batch.
 
     Args:
-        route: a Transformer and all modules after it, whose methods are replaced already.
+        route: a Transformer and all modules after it, whose methods for packed tokens are
+            installed.
 
     Returns:
         How the outputs differ, or why the texts could not be run; None if the outputs agree.

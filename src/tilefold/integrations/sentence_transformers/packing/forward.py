@@ -43,12 +43,13 @@ def original_forward(transformer: Transformer, features: Features, **kwargs: Any
         features: its input, packed or padded, to which the output is added.
         **kwargs: other arguments of the forward.
     """
-    kind = type(transformer)
-    forward = kind.forward
-    if OFFSETS in features:
+    transformer_class = type(transformer)
+    forward = transformer_class.forward
+    is_packed = OFFSETS in features
+    if is_packed:
         kwargs = {**decoder_arguments(transformer.model, features["input_ids"]), **kwargs}
-        # Echo inputs have a forward of their own for padded tokens.
-        forward = getattr(kind, "forward_packed", forward)
+        # The class for echo inputs, which repeat a text, has another forward for packed tokens.
+        forward = getattr(transformer_class, "forward_packed", forward)
     outputs: Features = forward(transformer, features, **kwargs)
     return outputs
 

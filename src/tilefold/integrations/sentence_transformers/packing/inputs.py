@@ -263,7 +263,7 @@ class PackedInputs(Replacement):
             The tokens, or None if sentence-transformers' method must tokenise the texts.
         """
         with self._lock_of_this_process():
-            plan = self._plan(prompt, kwargs, expansion)
+            plan = self._plan_for(prompt, kwargs, expansion)
             if plan is None:
                 return None
             if not is_packed and plan.expansion is None and plan.padding is None:
@@ -305,7 +305,7 @@ class PackedInputs(Replacement):
         features: Features = preprocess(self.owner, inputs, prompt=prompt, **kwargs)
         return features
 
-    def _plan(
+    def _plan_for(
         self,
         prompt: str | None,
         kwargs: dict[str, object],
@@ -472,7 +472,7 @@ class PackedInputs(Replacement):
         if not self._library_accepts_empty_texts(prompt, kwargs):
             texts.remove("")
         with padded_inputs(), ignoring_truncation():
-            # A call sets the truncation of the tokenizer, which is read below.
+            # This call sets the truncation of the tokenizer, which is read below.
             self._library_features(texts[:1], prompt, kwargs)
         limit = (backend.truncation or {}).get("max_length")
         if limit is not None and limit <= _LONGEST_PROBE and not is_expanded:
@@ -513,7 +513,7 @@ class PackedInputs(Replacement):
                 backend.no_truncation()
             else:
                 backend.enable_truncation(**plan.truncation)
-        # The fast method does not compute where tokens are in the text.
+        # The fast method of newer releases does not compute where tokens are in the text.
         encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
         prompted = [prompt + text for text in texts] if prompt else list(texts)
         encodings: list[Any] = encode(prompted, add_special_tokens=True)
@@ -572,8 +572,8 @@ def _padded_features(encodings: list[Any], padding: _Padding, constants: Feature
 
     Args:
         encodings: one ``tokenizers.Encoding`` per text.
-        padding: how the texts are padded.
-        constants: the features that are not tensors.
+        padding: how sentence-transformers pads texts, with the names of its features.
+        constants: the features that are not tensors, such as the modality.
     """
     ids, lengths = _flat_ids(encodings)
     longest = int(lengths.max(initial=0))

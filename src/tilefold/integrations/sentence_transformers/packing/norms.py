@@ -103,10 +103,10 @@ def _is_fusible_rms_norm(module: nn.Module) -> bool:
     Args:
         module: any module.
     """
-    kind = type(module)
+    module_class = type(module)
     return (
-        kind.__module__.startswith("transformers.models.")
-        and kind.__name__.endswith("RMSNorm")
+        module_class.__module__.startswith("transformers.models.")
+        and module_class.__name__.endswith("RMSNorm")
         and hasattr(module, "variance_epsilon")
         and "forward" not in vars(module)
     )

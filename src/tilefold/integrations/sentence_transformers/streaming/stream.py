@@ -168,8 +168,8 @@ def _launch_sparse(
         features: the output of the model's ``preprocess``.
         task_kwargs: ``{"task": ...}`` for the model's forward, or an empty dictionary.
         options: which entries of a row are kept.
-        capacity: the number of entries to reserve for each row; None for no limit. Poolings that
-            support it then return rows of this fixed capacity, which avoids a synchronisation.
+        capacity: the number of entries to reserve for each row, for poolings that support it. Rows
+            of a fixed size avoid a synchronisation with the GPU. None for rows of any size.
         to_host: whether columns and values are copied, besides the number of entries of each row.
     """
     with torch.inference_mode(), sparse_scores(options, capacity):
@@ -403,8 +403,8 @@ class TextStream(ABC):
 
         Args:
             features: the output of the model's ``preprocess``.
-            is_retry: whether a batch with these texts has failed before. Rows then have no limited
-                capacity.
+            is_retry: whether a batch with these texts has failed before. Sparse rows may then have
+                any number of entries.
         """
 
     def _fetch(self, pending: Any) -> Any:
@@ -449,9 +449,9 @@ class TextStream(ABC):
                 item = waiting.popleft()
                 if isinstance(item, _LaunchedBatch):
                     n_batches -= 1
-                yield from self._collect(item)
+                yield from self._fetch_or_retry(item)
         for item in waiting:
-            yield from self._collect(item)
+            yield from self._fetch_or_retry(item)
 
     # Methods of the background threads
 
@@ -662,7 +662,7 @@ class TextStream(ABC):
         packed = packed_arguments(tokens, positions, offsets.int(), longest)
         return {**self.constant_features, **packed}
 
-    def _collect(self, item: _LaunchedBatch | WindowEnd) -> Iterator[Item]:
+    def _fetch_or_retry(self, item: _LaunchedBatch | WindowEnd) -> Iterator[Item]:
         """Wait for the rows of a batch, or encode its texts again if that failed.
 
         Args:
@@ -686,15 +686,15 @@ class TextStream(ABC):
                     window=batch.window,
                     positions=batch.positions,
                     rows=rows,
-                    cut=batch.n_truncated,
+                    cut=batch.n_truncated,  # the number of truncated texts
                     max_length=batch.max_length,
                 )
                 return
         # A row with too many entries is no fault of a text. A retry has no row capacity, so all
         # texts can be tried together. After other errors, the batch is divided at once.
-        yield from self._encode_again(batch, starts_with_halves=not exceeded_capacity)
+        yield from self._retry_in_parts(batch, starts_with_halves=not exceeded_capacity)
 
-    def _encode_again(self, batch: TokenBatch, *, starts_with_halves: bool) -> Iterator[Batch]:
+    def _retry_in_parts(self, batch: TokenBatch, *, starts_with_halves: bool) -> Iterator[Batch]:
         """Encode the texts of a failed batch in smaller and smaller parts until they succeed.
 
         Args:
@@ -725,7 +725,7 @@ class TextStream(ABC):
                     window=batch.window,
                     positions=positions,
                     rows=rows,
-                    cut=_count_truncated(truncation, positions, batch.skip),
+                    cut=_count_truncated(truncation, positions, batch.skip),  # truncated texts
                     max_length=truncation.max_length,
                 )
 
