@@ -97,10 +97,12 @@ class FusedSimilarity(Replacement):
             embeddings1: the token vectors of the queries, in any form that
                 :func:`.multi_vector.maxsim` accepts.
             embeddings2: the token vectors of the documents, in any such form.
-            **options: keyword arguments of that function. By default, ``length_normalize`` follows
-                the model, and ``impl`` is the argument of :func:`accelerate`.
+            **options: keyword arguments of :func:`.multi_vector.maxsim`. By default,
+                ``length_normalize`` follows the model, and ``impl`` is the argument of
+                :func:`accelerate`.
         """
         function = _SIMILARITY_FUNCTIONS[self.name]
+        # The similarity "meanmaxsim" divides MaxSim by the number of query tokens.
         options.setdefault("length_normalize", self.owner.similarity_fn_name == "meanmaxsim")
         options.setdefault("impl", self.impl)
         return function(embeddings1, embeddings2, **options)

@@ -87,13 +87,13 @@ class CheckRecord:
             return None
         description = {
             "weights": _digest_of_weights(model),
-            "modules": {name: _description(module) for name, module in model.named_modules()},
+            "modules": {name: _describe_module(module) for name, module in model.named_modules()},
             "releases": _releases(),
             "devices": sorted({_device_name(tensor.device) for tensor in _tensors(model)}),
             "settings": _settings_of_torch(model),
             "options": options,
         }
-        text = json.dumps(description, sort_keys=True, default=_attribute_description)
+        text = json.dumps(description, sort_keys=True, default=_describe_attribute)
         return cls(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
     @property
@@ -167,7 +167,7 @@ def _has_replaced_method(module: nn.Module) -> bool:
     )
 
 
-def _description(module: nn.Module) -> dict[str, object]:
+def _describe_module(module: nn.Module) -> dict[str, object]:
     """Describe the class and the attributes of a module as values for JSON.
 
     Args:
@@ -190,7 +190,7 @@ def _with_text_keys(value: object) -> object:
     return value
 
 
-def _attribute_description(value: Any) -> object:
+def _describe_attribute(value: Any) -> object:
     """Describe a value that JSON cannot hold, the same way in every process.
 
     Args:
@@ -244,7 +244,10 @@ def _digest_of_files(package: Path) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return what a device can compute: the GPU's name and architecture, or the CPU's vectors."""
+    """Return a text that differs between devices which may compute other numbers.
+
+    It has the name and architecture of a GPU, or the vector instructions of a CPU.
+    """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} {major}.{minor} CUDA {torch.version.cuda}"

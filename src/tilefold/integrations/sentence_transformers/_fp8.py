@@ -135,7 +135,7 @@ def use_fp8(model: Model) -> None:
         ValueError: if the device cannot multiply fp8, or no layer can.
     """
     check_fp8_device(torch.device(model.device))
-    for transformer in _transformers(model):
+    for transformer in _find_transformers(model):
         _install_fp8(transformer.model)
 
 
@@ -153,7 +153,7 @@ def stop_fp8(model: Model) -> None:
         layer.__class__ = nn.Linear
 
 
-def _transformers(model: Model) -> list[Transformer]:
+def _find_transformers(model: Model) -> list[Transformer]:
     """Return the Transformers of a model that run on torch, not on another backend.
 
     Raises:

@@ -54,10 +54,10 @@ def find_fusable_poolings(model: nn.Module) -> list[FusablePooling]:
     for pipeline in pipelines_of(model):
         positions = _positions_of_logit_readers(pipeline)
         if positions:
-            poolings.append(_logit_pooling(pipeline, positions))
+            poolings.append(_find_logit_pooling(pipeline, positions))
         else:
             unpooled += [module for module in pipeline if isinstance(module, Transformer)]
-        poolings += _poolings_without_head(pipeline)
+        poolings += _find_poolings_without_head(pipeline)
     if not poolings:
         modules = [module for module in model.modules() if isinstance(module, Module)]
         names = ", ".join(type(module).__name__ for module in modules)
@@ -66,13 +66,13 @@ def find_fusable_poolings(model: nn.Module) -> list[FusablePooling]:
             f"got {names or 'no modules'}; models with a SparseAutoEncoder or only static "
             "embeddings have no such head and run as they are.",
         )
-    poolings = _merged(poolings)
+    poolings = _merge_routes(poolings)
     with_head = [pooling for pooling in poolings if pooling.head is not None]
     _check_exclusive(with_head, unpooled)
     return poolings
 
 
-def _merged(poolings: list[FusablePooling]) -> list[FusablePooling]:
+def _merge_routes(poolings: list[FusablePooling]) -> list[FusablePooling]:
     """Merge the entries of poolings that occur on several routes.
 
     Args:
@@ -96,7 +96,7 @@ def _positions_of_logit_readers(pipeline: list[nn.Module]) -> list[int]:
     ]
 
 
-def _poolings_without_head(pipeline: list[nn.Module]) -> list[FusablePooling]:
+def _find_poolings_without_head(pipeline: list[nn.Module]) -> list[FusablePooling]:
     """Return an entry for each pooling that reads no logits, so needs no fused head."""
     return [
         FusablePooling(
@@ -140,7 +140,7 @@ def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
         yield list(chain.from_iterable(paths))
 
 
-def _logit_pooling(pipeline: list[nn.Module], positions: list[int]) -> FusablePooling:
+def _find_logit_pooling(pipeline: list[nn.Module], positions: list[int]) -> FusablePooling:
     """Return the pooling of a sequence of modules that reads logits, with the LM head before it.
 
     Args:
@@ -301,7 +301,7 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
     while type(layer).forward is not nn.Linear.forward:  # until the plain layer inside
         yield layer
         if _is_peft(layer, "ModulesToSaveWrapper"):
-            layer = _active_module(layer)
+            layer = _find_active_module(layer)
         elif _is_peft(layer, "Linear"):
             _check_lora_is_plain(layer)
             layer = layer.base_layer
@@ -314,7 +314,7 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
     yield layer
 
 
-def _active_module(wrapper: Any) -> Any:
+def _find_active_module(wrapper: Any) -> Any:
     """Return the module that runs in peft's ``ModulesToSaveWrapper``.
 
     The wrapper holds the original module and a trained copy for each adapter.

@@ -214,7 +214,7 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
         ValueError: if a module is not known to be invariant, or the comparison fails.
     """
     for name, reason in padded.items():
-        raise _refusal(name, f"it runs on padded batches: {reason}")
+        raise _batch_dependence_error(name, f"it runs on padded batches: {reason}")
     _check_pipelines(model)
     # Every module is examined before the first one is changed.
     replacements = list(filter(None, map(_replacement_for, model.modules())))
@@ -230,7 +230,7 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
         _check_invariance(model)
 
 
-def _refusal(name: str, reason: str) -> ValueError:
+def _batch_dependence_error(name: str, reason: str) -> ValueError:
     """Return the error for a model whose vectors may depend on the batch.
 
     Args:
@@ -255,17 +255,19 @@ def _check_pipelines(model: Model) -> None:
         for module in pipeline:
             name = type(module).__name__
             if type(module) not in _PIPELINE_MODULES:
-                raise _refusal(name, "its sums may depend on the batch")
+                raise _batch_dependence_error(name, "its sums may depend on the batch")
             if isinstance(module, Transformer):
                 implementation = module.model.config._attn_implementation
                 if implementation != PACKED:
-                    raise _refusal(
+                    raise _batch_dependence_error(
                         type(module.model).__name__,
                         f"its attention is {implementation!r}, and only softmax attention is "
                         "known to keep its bits",
                     )
             if isinstance(module, SpladePooling) and module.pooling_strategy != "max":
-                raise _refusal(name, f"it has the pooling {module.pooling_strategy!r}, not 'max'")
+                raise _batch_dependence_error(
+                    name, f"it has the pooling {module.pooling_strategy!r}, not 'max'"
+                )
             if isinstance(module, Pooling):
                 _check_dense_pooling(module)
 
@@ -275,9 +277,11 @@ def _check_dense_pooling(pooling: Pooling) -> None:
     modes = _modes_of(pooling)
     is_exact = _EXACT_POOLINGS.issuperset(modes)
     if modes != ("mean",) and not is_exact:
-        raise _refusal("Pooling", f"it has the mode {'+'.join(modes)}, not mean, cls or max")
+        raise _batch_dependence_error(
+            "Pooling", f"it has the mode {'+'.join(modes)}, not mean, cls or max"
+        )
     if not pooling.include_prompt:
-        raise _refusal("Pooling", "it leaves out the tokens of the prompt")
+        raise _batch_dependence_error("Pooling", "it leaves out the tokens of the prompt")
 
 
 def _modes_of(pooling: Pooling) -> tuple[str, ...]:
@@ -322,7 +326,9 @@ def _check_forward_is_not_replaced(module: nn.Module) -> None:
     """
     forward = vars(module).get("forward")
     if forward is not None and not isinstance(forward, Replacement):
-        raise _refusal(type(module).__name__, "its forward was replaced on the instance")
+        raise _batch_dependence_error(
+            type(module).__name__, "its forward was replaced on the instance"
+        )
 
 
 def _sums_rows(module: nn.Module) -> bool:
@@ -350,7 +356,9 @@ def _replacement_for_linear(layer: nn.Linear) -> InvariantLinear | None:
     if vars(layer).get("forward") is pass_hidden_states:
         return None  # the pooling multiplies by the weight of the head
     if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
-        raise _refusal(type(layer).__name__, "its forward is not that of torch.nn.Linear")
+        raise _batch_dependence_error(
+            type(layer).__name__, "its forward is not that of torch.nn.Linear"
+        )
     return InvariantLinear(layer)
 
 
@@ -365,7 +373,7 @@ def _check_has_no_matrix(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() > 1:
-            raise _refusal(
+            raise _batch_dependence_error(
                 type(module).__name__,
                 f"the product with its parameter {name} of shape {list(parameter.shape)} may "
                 "depend on the batch",
@@ -403,7 +411,7 @@ def _composed_activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None
         return _gelu_tanh if getattr(module, "approximate", "none") == "tanh" else _gelu
     if isinstance(module, (activations.GELUTanh, activations.NewGELUActivation)):
         return _gelu_tanh
-    raise _refusal(
+    raise _batch_dependence_error(
         type(module).__name__,
         "a CPU may compute the last elements of an array in another way, and only ReLU, tanh, GELU "
         "and SiLU are known to avoid it",
@@ -448,7 +456,7 @@ def _check_invariance(model: Model) -> None:
             (vector,) = _vectors_of(model, [text], task)
             if not torch.equal(vector, expected):
                 difference = float((vector.float() - expected.float()).abs().max())
-                raise _refusal(
+                raise _batch_dependence_error(
                     type(model).__name__,
                     f"the vector of a short text differs by {difference:.3g} between batches",
                 )

@@ -123,7 +123,7 @@ class StockPooling(FusedPooling):
                 packed=cu_seqlens is not None,
             )
         if score_options.sparse is not None:
-            rows: Tensor = self._sparse_scores(
+            rows: Tensor = self._compute_sparse_scores(
                 head,
                 attention_mask,
                 cu_seqlens,
@@ -147,7 +147,7 @@ class StockPooling(FusedPooling):
         self._store_embedding_dimension(scores.shape[1])
         return scores
 
-    def _sparse_scores(
+    def _compute_sparse_scores(
         self,
         head: Head,
         attention_mask: Tensor | None,
@@ -292,7 +292,7 @@ class FusedForward(Replacement):
         operands = None
         out_dtype = None
         if self.head is not None and self.vocabulary is not None:
-            features["sentence_embedding"] = self._shared_scores(
+            features["sentence_embedding"] = self._compute_shared_scores(
                 features,
                 self.head,
                 self.vocabulary,
@@ -302,7 +302,7 @@ class FusedForward(Replacement):
             hidden: Tensor = features.pop("token_embeddings")
             out_dtype = hidden.dtype
             is_packed = "cu_seq_lens_q" in features
-            operands = self._operands(self.head, hidden.squeeze(0) if is_packed else hidden)
+            operands = self._prepare_operands(self.head, hidden.squeeze(0) if is_packed else hidden)
         sparse = None  # dense scores
         # Modules after this one expect dense scores. Compiled code cannot read a context variable.
         if self.is_last and not torch.compiler.is_compiling():
@@ -315,7 +315,7 @@ class FusedForward(Replacement):
             )
         return features
 
-    def _shared_scores(
+    def _compute_shared_scores(
         self,
         features: Features,
         head: nn.Module,
@@ -355,7 +355,7 @@ class FusedForward(Replacement):
         )
         return vocabulary.own_rows(scores)
 
-    def _operands(self, head: nn.Module, hidden: Tensor) -> Head:
+    def _prepare_operands(self, head: nn.Module, hidden: Tensor) -> Head:
         """Return hidden states and the weights of the LM head, in the dtypes of their product.
 
         Args:
@@ -364,7 +364,8 @@ class FusedForward(Replacement):
         """
         operands = head_operands(head, hidden)
         if not poolings.autocast_applies(hidden):
-            # Some models return fp32 from a half-precision head.
+            # Some models convert the output of a half-precision head to fp32. The output of a fused
+            # head is the hidden states, which are converted back.
             cast_hidden = operands.hidden.to(operands.weight.dtype)
             operands = operands._replace(hidden=cast_hidden)
         if self.quantize is not None and not torch.is_grad_enabled():

@@ -137,7 +137,7 @@ def check_fused_head(fusable: FusablePooling, impl: str) -> None:
                 "move it to its device first, or pass check=False.",
             ) from error
         _check_logits_untouched(fusable, probe_run, features)
-        scores = _fused_scores(fusable, features, impl)
+        scores = _compute_fused_scores(fusable, features, impl)
         allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
         difference = largest_difference(scores, expected)
         if not difference <= allowed:  # also catches NaN
@@ -156,7 +156,7 @@ def _run_with_probe(fusable: FusablePooling, features: Features) -> _ProbeRun:
     return _ProbeRun(probe, output)
 
 
-def _fused_scores(fusable: FusablePooling, features: Features, impl: str) -> Tensor:
+def _compute_fused_scores(fusable: FusablePooling, features: Features, impl: str) -> Tensor:
     """Return the fused scores ``[B, V]`` of a batch, without changing the modules."""
     fused_forward = FusedForward(fusable.pooling, fusable.head, impl)
     with _replaced_forward(fusable.head, pass_hidden_states):

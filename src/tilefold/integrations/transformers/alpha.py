@@ -234,11 +234,11 @@ def use_entmax(
     """
     check_network(model)
     attention.register()
-    for outer_model in _outer_models(model):
+    for outer_model in _find_outer_models(model):
         outer_model.set_attn_implementation(attention.NAME)
     modules = attention.checked_attention_modules(model)
     unchanged = {
-        type(module).__name__ for module in modules if _implementation(module) != attention.NAME
+        type(module).__name__ for module in modules if _attention_name(module) != attention.NAME
     }
     if unchanged:
         raise ValueError(
@@ -249,7 +249,7 @@ def use_entmax(
         learn_alpha(model, alpha)
     else:
         set_alpha(model, alpha)
-    for config in _configs(model):
+    for config in _distinct_configs(model):
         setattr(config, attention.MARK, attention.NAME)
 
 
@@ -262,9 +262,9 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
     """
     for module in attention.checked_attention_modules(model):
         _delete_alpha(module)
-    for outer_model in _outer_models(model):
+    for outer_model in _find_outer_models(model):
         outer_model.set_attn_implementation(attn_implementation)
-    for config in _configs(model):
+    for config in _distinct_configs(model):
         for name in (attention.MARK, attention.ALPHA):
             if name in vars(config):
                 delattr(config, name)
@@ -287,7 +287,7 @@ def runs_entmax(model: nn.Module) -> bool:
     runs_any = False
     other_implementations = []  # of layers that should run entmax attention
     for module in attention.attention_modules(model):
-        implementation = _implementation(module)
+        implementation = _attention_name(module)
         function = function_by_implementation.get(implementation)
         if function is attention.entmax_attention_forward:
             runs_any = True
@@ -306,7 +306,8 @@ def runs_entmax(model: nn.Module) -> bool:
 def has_learned_alpha(model: nn.Module) -> bool:
     """Whether the configuration of a model records that its alphas are learned."""
     return any(
-        getattr(config, attention.ALPHA, None) == attention.LEARNED for config in _configs(model)
+        getattr(config, attention.ALPHA, None) == attention.LEARNED
+        for config in _distinct_configs(model)
     )
 
 
@@ -514,11 +515,11 @@ def entmax_transformer() -> type:
     return EntmaxTransformer
 
 
-def _implementation(module: nn.Module) -> object:
+def _attention_name(module: nn.Module) -> object:
     return getattr(module.config, "_attn_implementation", None)
 
 
-def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
+def _find_outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the outermost transformers models in a module.
 
     A transformers model often contains others, such as the encoder below an LM head.
@@ -533,7 +534,7 @@ def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
             yield module
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def _distinct_configs(model: nn.Module) -> list[Any]:
     """Return each distinct configuration within a module that may hold ``entmax_alpha``.
 
     These are the configurations of transformers models, and those of other modules that have

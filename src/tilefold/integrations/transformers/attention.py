@@ -422,7 +422,7 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     n_heads: dict[nn.Module, int] = {}
     for module in model.modules():
         if hasattr(module, "is_causal") and hasattr(module, "config"):
-            n_module_heads = _query_heads(module)
+            n_module_heads = _count_query_heads(module)
             if n_module_heads is not None:
                 n_heads[module] = n_module_heads
     return n_heads
@@ -446,7 +446,7 @@ def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     return modules
 
 
-def _query_heads(module: nn.Module) -> int | None:
+def _count_query_heads(module: nn.Module) -> int | None:
     """Return the number of query heads of an attention module, or None if it is not known.
 
     The name of the attribute depends on the architecture.

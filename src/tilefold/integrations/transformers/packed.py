@@ -384,20 +384,21 @@ def packed_arguments(
 
 # Shape of the mask that a decoder gets with packed tokens.
 _PLACEHOLDER_SHAPE = torch.Size([1, 1, 1, 1])
-# Whether a model gets such a mask, which its modules tell.
+# Whether a model gets such a mask; found out by its modules.
 _takes_placeholder: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def decoder_arguments(model: Model, input_ids: Tensor) -> dict[str, Any]:
-    """Return further arguments of a decoder's forward for packed tokens; none for an encoder.
+    """Return the arguments that a decoder's forward needs for packed tokens; none for an encoder.
 
-    The mask is a placeholder. transformers passes on a mask of four dimensions as it is. For no
-    mask, it would compare positions, for which the CPU waits for the GPU, and create a mask
-    ``[1, 1, T, T]``. Keys and values of earlier calls are not cached.
+    Packed attention needs no mask. But without one, transformers would compare positions, for which
+    the CPU waits for the GPU, and create a mask ``[1, 1, T, T]``. It passes on a mask of four
+    dimensions as it is. So a decoder gets one of a single element, which is not used. Keys and
+    values are not cached for later calls.
 
     Args:
         model: a transformers model.
-        input_ids: the packed tokens, on the device of the mask.
+        input_ids: the packed tokens, on the device of the model.
     """
     if model not in _takes_placeholder:
         _takes_placeholder[model] = _creates_causal_masks(model)
@@ -499,17 +500,17 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
     check_network(model)
     if switched_off():
         return f"{SWITCH} is set"
-    reason = _unsupported_reason(model)
+    reason = _reason_against_packing(model)
     if reason is not None:
         return reason
     register_packed()
     previous: str = model.config._attn_implementation
     if previous == "entmax":
-        return _mismatch_reason(model) if check else None
+        return _compare_packed_and_padded(model) if check else None
     model.set_attn_implementation(PACKED)
     if model.config._attn_implementation != PACKED:
         return f"{type(model).__name__} does not support choosing an attention implementation"
-    reason = _mismatch_reason(model) if check else None
+    reason = _compare_packed_and_padded(model) if check else None
     if reason is not None:
         model.set_attn_implementation(previous)
     return reason
@@ -519,10 +520,10 @@ def stop_packed(model: Model) -> None:
     """Undo :func:`use_packed`, if it has changed the model."""
     check_network(model)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED:
-        model.set_attn_implementation(_replaceable_attention(model))
+        model.set_attn_implementation(_default_attention(model))
 
 
-def _replaceable_attention(model: Model) -> str:
+def _default_attention(model: Model) -> str:
     """Return the attention that transformers chooses for a model by default.
 
     Packed attention replaces only this one. Another one was chosen by the user.
@@ -537,7 +538,7 @@ def _replaceable_attention(model: Model) -> str:
     return "sdpa" if supports_sdpa else "eager"
 
 
-def _unsupported_reason(model: Model) -> str | None:
+def _reason_against_packing(model: Model) -> str | None:
     """Return why a model cannot accept packed tokens, or None if it can.
 
     Only its class, configuration and parameters are examined. Nothing runs.
@@ -553,7 +554,7 @@ def _unsupported_reason(model: Model) -> str | None:
         return ExpectedReason(f"{name} has an encoder and a decoder")
     if not getattr(model, "is_backend_compatible", lambda: False)():
         return f"the attention of {name} does not use transformers' AttentionInterface"
-    replaceable = _replaceable_attention(model)
+    replaceable = _default_attention(model)
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in (replaceable, PACKED, "entmax"):
         return ExpectedReason(
@@ -562,11 +563,11 @@ def _unsupported_reason(model: Model) -> str | None:
         )
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         return f"the parameters of {name} are sharded already; call accelerate(model) first"
-    feature = _unsupported_feature(model)
+    feature = _find_unsupported_feature(model)
     return None if feature is None else f"{name} has {feature}, which packed attention lacks"
 
 
-def _unsupported_feature(model: Model) -> str | None:
+def _find_unsupported_feature(model: Model) -> str | None:
     """Return the name of a feature that packed attention lacks for a model, or None.
 
     Args:
@@ -590,7 +591,7 @@ def _unsupported_feature(model: Model) -> str | None:
     return None
 
 
-def _mismatch_reason(model: Model) -> FailedCheck | None:
+def _compare_packed_and_padded(model: Model) -> FailedCheck | None:
     """Compare packed and padded outputs of two sequences.
 
     Args:
@@ -652,7 +653,7 @@ def _run_both_ways(model: Model) -> tuple[Tensor, Tensor]:
         model: a model whose attention accepts packed tokens. It runs twice in eval mode.
     """
     with in_eval_mode(model), torch.no_grad():
-        ids, mask = _probe_sequences(model)
+        ids, mask = _make_probe_sequences(model)
         is_token = mask.bool()
         lengths = mask.sum(1)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
@@ -662,7 +663,7 @@ def _run_both_ways(model: Model) -> tuple[Tensor, Tensor]:
     return packed, padded
 
 
-def _probe_sequences(model: Model) -> tuple[Tensor, Tensor]:
+def _make_probe_sequences(model: Model) -> tuple[Tensor, Tensor]:
     """Return token ids of two random sequences and their padding mask, int64 ``[2, S]`` each.
 
     Args:
@@ -670,7 +671,7 @@ def _probe_sequences(model: Model) -> tuple[Tensor, Tensor]:
     """
     config = model.config
     device = next(model.parameters()).device
-    longest = _probe_length(config)
+    longest = _choose_probe_length(config)
     lengths = torch.tensor([[_SHORT_LENGTH], [longest]], device=device)
     mask = (torch.arange(longest, device=device) < lengths).long()
     padding_id = getattr(config, "pad_token_id", None)
@@ -684,7 +685,7 @@ def _probe_sequences(model: Model) -> tuple[Tensor, Tensor]:
     return torch.where(mask == 0, padding_id, ids), mask
 
 
-def _probe_length(config: Any) -> int:
+def _choose_probe_length(config: Any) -> int:
     """Return the length of the longer probe, which exceeds a short sliding window.
 
     Args:

@@ -668,7 +668,7 @@ class EncodingGraphs(Replacement):
         """
         with packed_inputs():
             features = self._tokenize(texts, prompt, encoding.task)
-        size = _graph_size(
+        size = _choose_graph_size(
             features,
             len(texts),
             encoding.max_padded_tokens,
@@ -763,7 +763,7 @@ class EncodingGraphs(Replacement):
         Returns:
             The graph, or None if the model must run without one.
         """
-        key = self._key(size, features, encoding)
+        key = self._make_key(size, features, encoding)
         try:
             captured = self.graphs.use(key)
         except TypeError:  # a feature is not hashable
@@ -775,7 +775,7 @@ class EncodingGraphs(Replacement):
                 self.graphs[key] = captured
         return captured
 
-    def _key(self, size: GraphSize, features: Features, encoding: _Encoding[R]) -> _GraphKey:
+    def _make_key(self, size: GraphSize, features: Features, encoding: _Encoding[R]) -> _GraphKey:
         """Return the key under which the graph for a batch is cached.
 
         Batches with different keys need different graphs.
@@ -1002,7 +1002,7 @@ class _IsinByComparison(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _graph_size(
+def _choose_graph_size(
     features: Features,
     n_texts: int,
     max_padded_tokens: int | None,
@@ -1028,14 +1028,16 @@ def _graph_size(
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names == PACKED:
-        return _packed_graph_size(n_texts, padded_token_count(ids.size(1)), max_padded_tokens)
+        return _choose_packed_graph_size(
+            n_texts, padded_token_count(ids.size(1)), max_padded_tokens
+        )
     if EXPANDED in tensor_names:
         # ColBERT queries are expanded to one length, so that exact sizes need few graphs.
         return GraphSize(n_texts, ids.numel())
     return None
 
 
-def _packed_graph_size(
+def _choose_packed_graph_size(
     n_texts: int,
     n_tokens: int,
     max_padded_tokens: int | None,

@@ -595,7 +595,7 @@ class StepGraphs:
         return bucket_views
 
     def _bucket_views(self, positions: list[int]) -> list[Tensor] | None:
-        """Return a view of the DDP bucket of each parameter.
+        """Return a view of each parameter's gradient in the buckets that DDP sends to other ranks.
 
         The views are new tensor objects: autograd stores a gradient without a copy only if nothing
         else refers to the object.

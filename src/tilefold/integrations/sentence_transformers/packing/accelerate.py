@@ -94,7 +94,7 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
             routes_by_transformer.setdefault(id(route[0]), []).append(route)
     padded: dict[str, str] = {}
     for routes in routes_by_transformer.values():
-        reason = _unsupported_routes_reason(model, routes)
+        reason = _reason_against_routes(model, routes)
         if reason is None:
             reason = _pack_transformer(routes, check)
         if reason is None:
@@ -163,7 +163,7 @@ def _has_mask(route: Route) -> bool:
     return any(_is_mask(module) for module in route)
 
 
-def _unsupported_routes_reason(model: Model, routes: list[Route]) -> str | None:
+def _reason_against_routes(model: Model, routes: list[Route]) -> str | None:
     """Return why the modules after a Transformer cannot take packed tokens, or None if they can.
 
     Args:
@@ -204,7 +204,7 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
         The reason why the Transformer stays padded, or None if it now runs on packed tokens.
     """
     transformer = routes[0][0]
-    reason = _unsupported_reason(transformer)
+    reason = _reason_against_packing(transformer)
     if reason is None:
         reason = use_packed(transformer.model, check=check)
     if reason is not None:
@@ -213,7 +213,7 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
     if not check:
         return None
     for route in routes:
-        reason = _mismatch_reason(route)
+        reason = _compare_packed_and_padded(route)
         if reason is not None:
             _remove_packed_methods(transformer)
             return reason
@@ -258,7 +258,7 @@ def _remove_packed_methods(transformer: Transformer) -> None:
     stop_packed(transformer.model)
 
 
-def _unsupported_reason(transformer: Transformer) -> str | None:
+def _reason_against_packing(transformer: Transformer) -> str | None:
     """Return why a Transformer cannot run on packed tokens, or None if it can.
 
     Only its class and settings are examined. Nothing runs.
@@ -293,7 +293,7 @@ def _unsupported_reason(transformer: Transformer) -> str | None:
     return None
 
 
-def _mismatch_reason(route: Route) -> FailedCheck | None:
+def _compare_packed_and_padded(route: Route) -> FailedCheck | None:
     """Compare the outputs of two short texts as a packed and as a padded batch.
 
     Args:

@@ -54,7 +54,7 @@ class _ForwardMode(NamedTuple):
     autocast: torch.dtype | None
 
 
-def _forward_mode(transformer: Transformer, device_type: str) -> _ForwardMode:
+def _current_forward_mode(transformer: Transformer, device_type: str) -> _ForwardMode:
     """Return the mode in which a forward of a Transformer would run now.
 
     Args:
@@ -175,7 +175,7 @@ class ConcatenatedColumns:
             transformer: the Transformer.
             graphs: runs the forward as a CUDA graph if it can.
         """
-        mode = _forward_mode(transformer, self.input_ids[0].device.type)
+        mode = _current_forward_mode(transformer, self.input_ids[0].device.type)
         if mode != self._mode or position not in self._outputs:
             self._outputs = dict(enumerate(self._run(transformer, graphs)))
             self._mode = mode
@@ -338,9 +338,9 @@ def collate_ahead(
     which the CPU waits for the loss, is turned off: NaN is logged as NaN.
 
     If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all
-    columns of a batch, and they go through the encoder in one forward. The numbers are the same
-    except for dropout. Losses that divide columns into mini-batches (cached ones) run each part by
-    itself, except for :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
+    columns of a batch (queries, documents), which then go through the encoder in one forward. The
+    numbers are the same except for dropout. Losses that divide columns into mini-batches (cached
+    ones) run each part by itself, except for :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and
     replayed. Filler sequences pad batches to a few total sizes (at most a tenth more tokens). A new

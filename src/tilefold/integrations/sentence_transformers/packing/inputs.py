@@ -145,8 +145,8 @@ class _TokenizedTexts:
         """Return the features of the texts. This may be called once, since it frees the tokens."""
         encodings, self._encodings = self._encodings, []
         if self._is_packed or self._plan.padding is None:
-            return _features_of(encodings, self._plan)
-        return _padded_features(encodings, self._plan.padding, self._plan.constants)
+            return _make_features(encodings, self._plan)
+        return _make_padded_features(encodings, self._plan.padding, self._plan.constants)
 
 
 class PackedInputs(Replacement):
@@ -268,7 +268,7 @@ class PackedInputs(Replacement):
                 return None
             if not is_packed and plan.expansion is None and plan.padding is None:
                 return None
-            encodings = self._encodings(texts, prompt, plan)
+            encodings = self._encode_texts(texts, prompt, plan)
             if plan.expansion is not None:
                 expanded_length = plan.expansion["input_ids"].size(1)
                 if max(map(len, encodings)) >= expanded_length:
@@ -387,7 +387,7 @@ class PackedInputs(Replacement):
             The plan, or None if its features differ from sentence-transformers' features.
         """
         is_expanded = expansion is not None
-        texts = self._probe_texts(prompt, kwargs, backend, is_expanded)
+        texts = self._make_probe_texts(prompt, kwargs, backend, is_expanded)
         if is_expanded and "" not in texts:  # the empty text shows the tokens of an expansion
             return None
         with padded_inputs(), ignoring_truncation():
@@ -404,13 +404,13 @@ class PackedInputs(Replacement):
         if expansion is None:
             expected = pack_features(expected, plan.padding_position_id)
         elif expected["input_ids"].size(1) == expansion["length"]:
-            plan = plan._replace(expansion=_expansion_of(expected))
+            plan = plan._replace(expansion=_make_empty_expanded_query(expected))
         else:
             return None
         if self._backend_copy is None:
             self._backend_copy = copy_tokenizer(backend)
             self._backend_copy.no_padding()
-        features = _features_of(self._encodings(texts, prompt, plan), plan)
+        features = _make_features(self._encode_texts(texts, prompt, plan), plan)
         if not _are_equal(features, expected):
             return None
         if not is_expanded:
@@ -446,13 +446,13 @@ class PackedInputs(Replacement):
                 token_id=tokenizer.pad_token_id,
                 is_left=tokenizer.padding_side == "left",
             )
-            encodings = self._encodings(texts, prompt, plan)
-            features = _padded_features(encodings, padding, plan.constants)
+            encodings = self._encode_texts(texts, prompt, plan)
+            features = _make_padded_features(encodings, padding, plan.constants)
             if not _are_equal(features, expected):
                 return None
         return padding
 
-    def _probe_texts(
+    def _make_probe_texts(
         self,
         prompt: str | None,
         kwargs: dict[str, object],
@@ -496,7 +496,7 @@ class PackedInputs(Replacement):
             return False
         return True
 
-    def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
+    def _encode_texts(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
         """Tokenise texts with the copy of the Rust tokenizer.
 
         Args:
@@ -533,7 +533,7 @@ def _are_supported(features: Features, is_expanded: bool) -> bool:
     return has_supported_names and features.get("modality") == "text"
 
 
-def _features_of(encodings: list[Any], plan: _Plan) -> Features:
+def _make_features(encodings: list[Any], plan: _Plan) -> Features:
     """Return packed features of texts, or padded features of expanded ColBERT queries.
 
     Args:
@@ -543,21 +543,21 @@ def _features_of(encodings: list[Any], plan: _Plan) -> Features:
     if len(encodings) == 1 and plan.expansion is None:
         token_ids = encodings[0].ids
         if plan.padding_position_id not in token_ids:  # so that positions are consecutive numbers
-            return _single_text_features(token_ids, plan)
-    ids, lengths = _flat_ids(encodings)
+            return _make_single_text_features(token_ids, plan)
+    ids, lengths = _flatten_ids(encodings)
     if plan.expansion is not None:
-        return _expanded_features(ids, lengths, plan.expansion) | plan.constants
+        return _make_expanded_features(ids, lengths, plan.expansion) | plan.constants
     offsets = offsets_of(lengths)
     packed = packed_arguments(
         torch.from_numpy(ids),
-        torch.from_numpy(_position_ids(ids, offsets, plan.padding_position_id)),
+        torch.from_numpy(_compute_position_ids(ids, offsets, plan.padding_position_id)),
         torch.from_numpy(offsets.astype(np.int32)),
         int(lengths.max(initial=0)),
     )
     return packed | plan.constants
 
 
-def _flat_ids(encodings: list[Any]) -> tuple[Int64, Int64]:
+def _flatten_ids(encodings: list[Any]) -> tuple[Int64, Int64]:
     """Return the token ids of texts, ``[T]``, and the number of tokens of each text, ``[B]``."""
     flat_ids = array("i")
     for encoding in encodings:
@@ -567,7 +567,7 @@ def _flat_ids(encodings: list[Any]) -> tuple[Int64, Int64]:
     return np.array(flat_ids, np.int64), lengths
 
 
-def _padded_features(encodings: list[Any], padding: _Padding, constants: Features) -> Features:
+def _make_padded_features(encodings: list[Any], padding: _Padding, constants: Features) -> Features:
     """Return features ``[B, S]`` of texts, padded to the longest one.
 
     Args:
@@ -575,7 +575,7 @@ def _padded_features(encodings: list[Any], padding: _Padding, constants: Feature
         padding: how sentence-transformers pads texts, with the names of its features.
         constants: the features that are not tensors, such as the modality.
     """
-    ids, lengths = _flat_ids(encodings)
+    ids, lengths = _flatten_ids(encodings)
     longest = int(lengths.max(initial=0))
     positions = np.arange(longest)
     if padding.is_left:
@@ -595,7 +595,7 @@ def _padded_features(encodings: list[Any], padding: _Padding, constants: Feature
     }
 
 
-def _position_ids(ids: Int64, offsets: Int64, padding_position_id: int | None) -> Int64:
+def _compute_position_ids(ids: Int64, offsets: Int64, padding_position_id: int | None) -> Int64:
     """Return the position ids of packed tokens within their texts, ``[T]``.
 
     This is :func:`position_ids_of` for arrays on the CPU.
@@ -618,7 +618,7 @@ def _position_ids(ids: Int64, offsets: Int64, padding_position_id: int | None) -
     return positions
 
 
-def _single_text_features(token_ids: list[int], plan: _Plan) -> Features:
+def _make_single_text_features(token_ids: list[int], plan: _Plan) -> Features:
     """Return packed features of one text without padding tokens.
 
     Args:
@@ -650,7 +650,7 @@ def _are_equal(features: Features, expected: Features) -> bool:
     return True
 
 
-def _expansion_of(features: Features) -> Features:
+def _make_empty_expanded_query(features: Features) -> Features:
     """Return features of an expanded ColBERT query without tokens of a text, ``[1, L]``.
 
     Expansion fills a query with mask tokens up to length L. So the features of the empty text end
@@ -666,7 +666,7 @@ def _expansion_of(features: Features) -> Features:
     }
 
 
-def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Features:
+def _make_expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Features:
     """Return padded features ``[B, L]`` of expanded ColBERT queries.
 
     The tokens of a query replace the first mask tokens of the expansion.
@@ -764,7 +764,7 @@ def pack_features(features: Features, padding_position_id: int | None) -> Featur
     summary = _summarize(is_token, lengths, token_types, pooling_mask)
     if summary.max_runs > 1:  # padding between tokens
         return features
-    sources = _token_sources(is_token, lengths, summary.n_tokens)
+    sources = _find_token_sources(is_token, lengths, summary.n_tokens)
     packed_ids = features["input_ids"].long().flatten()[sources]
     packed = packed_features(packed_ids, lengths, padding_position_id, summary.longest)
     if token_types is not None and summary.has_types:  # models use zeros by default
@@ -786,7 +786,7 @@ def _are_padded_texts(features: Features) -> bool:
     return tensor_names <= _PACKABLE_TENSORS
 
 
-def _token_sources(is_token: Tensor, lengths: Tensor, n_tokens: int) -> Tensor:
+def _find_token_sources(is_token: Tensor, lengths: Tensor, n_tokens: int) -> Tensor:
     """Return the position of each token in the flattened padded tensors, ``[T]``.
 
     ``nonzero`` gives the same, but the CPU would wait for the GPU to learn the number of tokens.

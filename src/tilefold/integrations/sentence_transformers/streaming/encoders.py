@@ -104,7 +104,7 @@ def batches_of(
     """
     lengths = torch.tensor([len(text) for text in texts])
     order = lengths.argsort(descending=True, stable=True)
-    boundaries = _window_boundaries(lengths[order])
+    boundaries = _divide_into_windows(lengths[order])
     # The positions of the texts of each window.
     windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(boundaries)]
     # The tokenizer runs in the stream's thread, so its counts are added to those of this thread.
@@ -125,7 +125,7 @@ def batches_of(
             progress(n_texts)
 
 
-def _window_boundaries(lengths: Tensor) -> list[int]:
+def _divide_into_windows(lengths: Tensor) -> list[int]:
     """Divide texts into windows: groups that are tokenised together, one after another.
 
     The first window is small, so that the device starts early. Each later window has at least
@@ -514,7 +514,7 @@ def _bind_arguments(
     Returns:
         The arguments, or None if the call is wrong; ``library_encode`` then raises the error.
     """
-    names, defaults = _parameters(library_encode)
+    names, defaults = _parameters_of(library_encode)
     if len(args) > len(names):
         return None
     positional = dict(zip(names, args, strict=False))
@@ -527,7 +527,7 @@ def _bind_arguments(
 
 
 @functools.cache
-def _parameters(library_encode: Any) -> tuple[tuple[str, ...], Options]:
+def _parameters_of(library_encode: Any) -> tuple[tuple[str, ...], Options]:
     """Return the parameters of ``encode`` without ``self`` and ``**kwargs``.
 
     Args:

@@ -379,7 +379,7 @@ class TextStream(ABC):
         self.device = torch.device(model.device)
         self.batch_tokens = batch_tokens or _default_batch_tokens(self.device)
         self.batch_size = batch_size
-        # Held while texts are tokenised, because that changes settings of the tokenizer.
+        # A thread holds it while it tokenises, because that changes settings of the tokenizer.
         self._lock = threading.Lock()
         features = self._probe_features()
         self.constant_features = {
@@ -388,6 +388,7 @@ class TextStream(ABC):
         self.packed = _tensor_names(features) == PACKED
         if batch_tokens is not None and not self.packed:
             warn_unused_batch_tokens()
+        # Texts can skip the model's ``preprocess``, which examines the type of every input.
         direct_preprocess = packing.direct_preprocess_of(model) if self.packed else None
         self._preprocess: Any = direct_preprocess or model.preprocess
 
