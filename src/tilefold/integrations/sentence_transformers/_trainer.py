@@ -86,7 +86,7 @@ class TrainerAcceleration:
         graphs: bool | None = None,
         compiled: bool | None = None,
     ) -> None:
-        """Store the wishes of the caller; nothing is changed yet.
+        """Store the options of the caller; nothing is changed yet.
 
         Args:
             trainer: the trainer.
@@ -95,8 +95,9 @@ class TrainerAcceleration:
                 training is long enough.
         """
         self.trainer = trainer
-        self._wants_graphs = graphs
-        self._wants_compiled = compiled
+        # True and False are the choice of the caller. With None, the conditions decide.
+        self._graphs_option = graphs
+        self._compiled_option = compiled
         self._undo = ExitStack()
         self._is_restored = False
         # Why parts are inactive, by the name of the part, where this is known before the training.
@@ -165,7 +166,7 @@ class TrainerAcceleration:
         model = trainer.model
         graphs = list(_graphs_of(model))
         obstacles = (
-            (self._wants_graphs is False, "graphs=False was chosen"),
+            (self._graphs_option is False, "graphs=False was chosen"),
             (model.device.type != "cuda", f"the model is on a {model.device.type.upper()}"),
             (PACKED_TOKENS in self._fixed_reasons, "the encoder needs packed tokens"),
             (
@@ -196,12 +197,12 @@ class TrainerAcceleration:
         """
         args = self.trainer.args
         is_half_precision = args.bf16 or args.fp16 or self.trainer.model.dtype.itemsize == 2
-        is_automatic = self._wants_compiled is None
+        is_automatic = self._compiled_option is None
         n_steps = self._n_steps or 0
         # Graphs turn this off for themselves if a capture with compiled layers fails.
         is_compiled = [graphs.compiled for graphs in _graphs_of(self.trainer.model)]
         obstacles = (
-            (self._wants_compiled is False, "compiled=False was chosen"),
+            (self._compiled_option is False, "compiled=False was chosen"),
             (self._reason_against_graphs() is not None, "only CUDA graphs use them"),
             (not is_half_precision, "torch compiles them for bf16=True or fp16=True only"),
             (is_automatic and self._n_steps is None, "decided when the training begins"),
@@ -243,7 +244,7 @@ class TrainerAcceleration:
         """
         model = self.trainer.model
         if model_options or not is_accelerated(model):
-            may_use_graphs = self._wants_graphs is not False  # None: CUDA graphs if possible
+            may_use_graphs = self._graphs_option is not False  # None stands for "if possible"
             accelerate_model(model, graphs=may_use_graphs, **model_options)
             self._undo.callback(restore_model, model)
         padded_names = [type(encoder.model).__name__ for encoder in _padded_encoders(model)]
@@ -324,7 +325,7 @@ class TrainerAcceleration:
             ValueError: if the caller asked for graphs that are not possible.
         """
         reason = self._reason_against_graphs()
-        if self._wants_graphs and reason is not None:
+        if self._graphs_option and reason is not None:
             raise ValueError(
                 f"graphs must be None or False for this training, got True, but {reason}; leave "
                 "it out to use graphs if they are possible.",

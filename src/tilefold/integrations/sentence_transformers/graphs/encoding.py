@@ -226,11 +226,11 @@ class _SparseEncoding(_Encoding[SparseRows]):
         """Return the rows of a batch after a replay.
 
         Args:
-            captured: the graph.
+            captured: the graph, whose results are on the CPU and on the GPU.
             n_texts: the number of texts of the batch.
 
         Raises:
-            RowCapacityError: if a row has more entries than the graph can store.
+            RowCapacityError: if a row has more entries than the graph reserves for it.
         """
         graph = captured.graph
         cpu_results = _SparseResults(*graph.host_results)

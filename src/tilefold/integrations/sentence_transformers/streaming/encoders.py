@@ -348,7 +348,8 @@ class FusedEncode(Replacement):
         """Encode inputs, with the arguments and the result of sentence-transformers' ``encode``.
 
         Raises:
-            ValueError: if an invariant SentenceTransformer is asked for other outputs than vectors.
+            ValueError: if a SentenceTransformer with ``invariant=True`` is asked for other outputs
+                than vectors.
         """
         model = self.owner
         library_encode = type(model).encode
@@ -368,8 +369,8 @@ class FusedEncode(Replacement):
             if _must_normalize_batch_invariantly(model, arguments):
                 vectors = _encode_many(model, _with_listed_texts(arguments), show_progress)
                 return vectors[0] if isinstance(arguments["inputs"], str) else vectors
-        # Token states of a SentenceTransformer, and such outputs, are returned with padding, as
-        # sentence-transformers returns them.
+        # A SentenceTransformer can also return token states. They have padding, as those of
+        # sentence-transformers have.
         returns_tokens = False
         if arguments is not None and is_dense(model):
             returns_tokens = arguments["output_value"] != "sentence_embedding"
@@ -553,8 +554,8 @@ def _parameters_of(library_encode: Any) -> tuple[tuple[str, ...], Options]:
 def _can_encode_faster(model: Model, arguments: Options) -> bool:
     """Whether a faster way than sentence-transformers' ``encode`` returns the result of a call.
 
-    Several batches are encoded in a stream, while background threads tokenise the next texts. A
-    single batch is faster with a CUDA graph, and otherwise not.
+    Several batches are faster if background threads tokenise the next texts meanwhile. A single
+    batch is faster if a CUDA graph can encode it.
 
     Args:
         model: an accelerated model.
@@ -564,13 +565,9 @@ def _can_encode_faster(model: Model, arguments: Options) -> bool:
     batch_size = arguments["batch_size"]
     if not (isinstance(inputs, (str, list)) and isinstance(batch_size, int) and batch_size > 0):
         return False
-    # Besides CUDA graphs, vectors that must be normalized with equal bits rule out the other
-    # ``encode``, even for a single batch.
-    if (
-        _is_one_batch(arguments)
-        and not _may_use_graph(model, arguments)
-        and not _must_normalize_batch_invariantly(model, arguments)
-    ):
+    is_batch_without_graph = _is_one_batch(arguments) and not _may_use_graph(model, arguments)
+    # Such a batch gains no time. Our way is still needed to normalize vectors with equal bits.
+    if is_batch_without_graph and not _must_normalize_batch_invariantly(model, arguments):
         return False
     if _uses_other_device_or_processes(model, arguments):
         return False
@@ -752,10 +749,10 @@ def _batches_with_progress(
     show_progress: bool,
     title: str,
 ) -> Iterator[Batch]:
-    """Encode texts with a stream and show a progress bar.
+    """Encode texts in batches, the longest texts first, and show a progress bar.
 
     Args:
-        stream: the stream.
+        stream: the encoder, whose background threads tokenise the next texts.
         texts: the texts.
         show_progress: whether the bar is shown.
         title: the title of the bar.
@@ -763,7 +760,7 @@ def _batches_with_progress(
     Yields:
         The batches, each with the positions of its texts in ``texts``.
     """
-    # The same progress bar as in sentence-transformers.
+    # sentence-transformers shows the same progress bar.
     from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=len(texts), desc=title, disable=not show_progress) as bar:
