@@ -126,7 +126,8 @@ def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
     Args:
         model: a model whose modules run one after another. A Router runs one of its routes.
     """
-    # For each module, the sequences of modules that may run: one per route of a Router.
+    # For each module of the model, the sequences of modules that may run in its place: one sequence
+    # per route of a Router, and one of the module alone otherwise.
     alternatives: list[list[list[nn.Module]]] = []
     for module in model._modules.values():
         if isinstance(module, Router):

@@ -359,7 +359,7 @@ class TrainerAcceleration:
         )
 
     def begin_training(self, n_steps: int) -> None:
-        """Decide whether layers are compiled, and log which parts are active.
+        """Decide whether layers are compiled, and log which parts of the acceleration are active.
 
         Args:
             n_steps: the number of steps of the training.

@@ -407,7 +407,7 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
 
 
 def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the number of query heads of each module that calls transformers' attention interface.
+    """Find the modules that call transformers' attention interface, with their numbers of heads.
 
     These modules are recognised by the attributes ``is_causal`` and ``config``, which the interface
     reads.
@@ -429,10 +429,13 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the number of query heads of each attention module; there must be at least one.
+    """Find the attention modules of a model, at least one, with their numbers of heads.
 
     Args:
         model: the model.
+
+    Returns:
+        The number of query heads by module, first layer first.
 
     Raises:
         ValueError: if the model has no module that calls transformers' attention interface.

@@ -701,7 +701,7 @@ class EncodingGraphs(Replacement):
         """Return the least number of tokens of a graph for a batch of packed texts.
 
         It is the number of tokens of the batch, except for a small batch of a batch-invariant
-        model: its layers would pad their rows one by one, for equal bits in every batch.
+        model: each of its layers would pad the rows, for equal bits in every batch.
 
         Args:
             n_tokens: the number of tokens of the batch.
@@ -1029,7 +1029,9 @@ def _choose_graph_size(
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names == PACKED:
         return _choose_packed_graph_size(
-            n_texts, padded_token_count(ids.size(1)), max_padded_tokens
+            n_texts,
+            padded_token_count(ids.size(1)),
+            max_padded_tokens,
         )
     if EXPANDED in tensor_names:
         # ColBERT queries are expanded to one length, so that exact sizes need few graphs.

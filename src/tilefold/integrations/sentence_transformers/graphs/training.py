@@ -529,7 +529,7 @@ class StepGraphs:
             _set_random_state(current_state, device)
 
     def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
-        """Return the parameters at some positions that the encoder uses, by position.
+        """Return the parameters at some positions, without those that the encoder does not use.
 
         The encoder uses a parameter if the capture has allocated a gradient buffer for it. Others
         must not be inputs of an autograd function, because DDP waits for every parameter that
@@ -537,6 +537,9 @@ class StepGraphs:
 
         Args:
             positions: positions in :attr:`parameters`.
+
+        Returns:
+            The parameters by their positions, in ascending order.
         """
         return {
             position: self.parameters[position]
@@ -837,11 +840,12 @@ class _GraphedEncoder(torch.autograd.Function):
         """
         graphs: StepGraphs = ctx.graphs
         if ctx.serial != graphs.serial:
-            # The backward pass was run before, or another batch was.
+            # The activations are gone: this backward pass was run before, or another batch was.
             graphs.repeat_forward(ctx.graph, ctx.forward_pass)
         graphs.copy_accumulated_gradients()
         ctx.graph.backward(output_gradient)
-        # The activations are used up: a second backward pass repeats the forward pass.
+        # The activations are used up. Without a serial number, a second backward pass repeats the
+        # forward pass.
         ctx.marker = None
         ctx.serial = None
         lower_done_gradient = None

@@ -238,7 +238,7 @@ def _install_packed_methods(routes: list[Route]) -> None:
     fuse_norms(transformer.model)
     for route in routes:
         for module in route:
-            if "forward" in vars(module):  # replaced already, on another route
+            if "forward" in vars(module):  # replaced already, for example on another route
                 continue
             if _is_mask(module):
                 module.forward = PackedMask(module)

@@ -894,14 +894,14 @@ class TokenStream(TextStream):
             )
 
     def _to_stored(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """Convert vectors to the stored number type.
+        """Convert vectors to the number type in which a vectors folder stores them.
 
         Args:
             vectors: the vectors, fp32 ``[T, D]``.
 
         Returns:
-            The columns of :class:`PendingTokenRows`: whether each vector is finite ``[T]``, the
-            values ``[T, D]``, and for int8 the scales ``[T]``.
+            Whether each vector is finite ``[T]``, so that it can be stored; the values ``[T, D]``;
+            and for int8 the scales ``[T]``.
         """
         if self.storage == "fp32":
             return vectors.isfinite().all(dim=1), vectors
