@@ -62,7 +62,7 @@ def test_the_gate_refuses_attention_to_later_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packed, "_is_causal_call", lambda module, is_causal: False)
-    monkeypatch.setattr(packed, "_mismatch_reason", lambda model: None)
+    monkeypatch.setattr(packed, "_compare_packed_and_padded", lambda model: None)
     assert "packed texts have an error" in str(check_packed(model, CPU)["gate"])
 
 
