@@ -359,7 +359,7 @@ def _create_einsum_call(inputs: MaxSimInputs) -> Callable[..., Tensor]:
 
 
 def _build_einsum(inputs: MaxSimInputs) -> spec.Runnable:
-    """Return the einsum of late-interaction libraries, bound to the inputs."""
+    """Return MaxSim by the einsum of late-interaction libraries, as a call on the inputs."""
     return inputs.bind(_create_einsum_call(inputs), "torch")
 
 

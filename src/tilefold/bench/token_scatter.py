@@ -300,7 +300,7 @@ def _build_membership(inputs: ScatterInputs, compiled: bool) -> spec.Runnable:
 
 
 def _build_scatter_reduce(inputs: ScatterInputs, compiled: bool) -> spec.Runnable:
-    """Return :func:`scatter_reduce_max`, bound to the inputs."""
+    """Return the scatter of BGE-M3's inference, by ``scatter_reduce``, as a call on the inputs."""
     return _bind_torch(inputs, scatter_reduce_max, compiled)
 
 

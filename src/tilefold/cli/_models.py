@@ -22,7 +22,7 @@ PACKAGED = "minilm"
 KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
 # Kind of models -> the name of their vectors in messages.
 VECTORS = {"sparse": "sparse vectors", "multi-vector": "token vectors", "dense": "dense vectors"}
-# Kinds of models that are accelerated.
+# Kinds of models that tilefold can run with its own kernels (accelerate).
 FUSED = ("sparse", "multi-vector", "dense")
 SHOWN = 5  # cached models that a message lists
 HUB_TIMEOUT = 5.0  # seconds until the hub must begin to answer
@@ -105,7 +105,8 @@ def check_model_names(options: Mapping[str, str | None]) -> None:
     """Raise ``UsageError`` for the first option whose model does not exist.
 
     Args:
-        options: option -> name of a model, see :func:`checked_model_name`; None if not given.
+        options: option -> a folder, a Hugging Face name or the name of the packaged model; None if
+            the option was not given.
     """
     for option, name in options.items():
         if name is not None:

@@ -392,8 +392,8 @@ def check_made_from(
     Args:
         collection: the collection.
         name: the file or folder with its option, such as ``"--run bm25.trec"``.
-        provenance: the provenance of the file or folder.
-        expected: the result of :func:`provenance_of_documents`, if the caller has it already.
+        provenance: what the file or folder was made from, with the fingerprint of its documents.
+        expected: the fingerprint of the collection's documents, if the caller has it already.
     """
     if expected is None:
         expected = provenance_of_documents(collection)
@@ -416,7 +416,7 @@ def open_documents(data: str, index: Path, provenance: Provenance) -> Mapping[st
     Args:
         data: the value of ``--data``.
         index: the folder of the index.
-        provenance: the provenance of the index.
+        provenance: what the index was made from, with the fingerprint of its documents.
 
     Raises:
         CommandError: if the index was made from other documents.
