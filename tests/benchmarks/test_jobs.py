@@ -192,7 +192,7 @@ def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
     assert job.against_a_sum(documents, queries, truth) == ""
     wrong = [[(name, 1.01 * score) for name, score in row] for row in truth]
     assert job.against_a_sum(documents, queries, wrong).startswith(
-        "beside a sum over all vectors: scores differ",
+        "compared with a sum over all vectors: scores differ",
     )
     assert "recall 0.0" in job.against_a_sum(documents, queries, [[("d0", 0.0)] * 10] * 4)
 
