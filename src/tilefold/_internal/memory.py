@@ -123,15 +123,17 @@ def _memory_cgroups(
 ) -> Iterator[tuple[Path, _MemoryFiles]]:
     """Iterate over the cgroups (Linux's groups of processes) that limit the memory of a process.
 
-    The limits of all parents of a cgroup apply, too, so that these follow.
+    A cgroup is followed by all its parents, because their limits apply, too.
 
     Args:
         cgroups_of_process: a file such as ``/proc/self/cgroup``.
         mount: folder at which cgroups are mounted.
 
     Yields:
-        The folder of each cgroup, and the names of its files.
+        The folder of each cgroup, and the names of its files with the limit and the usage. Folders
+        may not exist.
     """
+    # A process without a line for a version of cgroups belongs to the root of this version.
     v2_path = "/"
     v1_path = "/"
     with contextlib.suppress(OSError):

@@ -434,6 +434,8 @@ def min_bytes(case: spec.BenchCase, impl: str) -> int:
     batch, length, vocab_size = (case.dims[name] for name in ("B", "S", "V"))
     item_bytes = spec.DTYPES[case.dtype].itemsize
     n_token_scores = batch * length * vocab_size
+    # "membership" gives each token a row over the vocabulary, in eager or in compiled torch, and
+    # holds three or two tensors [B, S, V] at a time. Other implementations hold none.
     token_score_bytes = {
         "membership": 3 * n_token_scores * item_bytes,
         "membership-compile": 2 * n_token_scores * item_bytes,

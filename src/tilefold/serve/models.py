@@ -272,16 +272,21 @@ class Served:
     name: str
 
     def __post_init__(self) -> None:
-        """Put the model into eval mode, and learn how it tokenises queries and documents."""
+        """Put the model into eval mode, and find out how it tokenises queries and documents.
+
+        For this, it preprocesses a sample, and the call of its tokenizer is recorded.
+        """
         path = Path(self.name)
-        self.name = path.resolve().name if path.is_dir() or path.is_absolute() else self.name
+        is_local_folder = path.is_dir() or path.is_absolute()
+        if is_local_folder:  # clients are not told where it is
+            self.name = path.resolve().name
         self.tokenizer = TextTokens(self.model.tokenizer)
         self.prompts: dict[str, str] = {
             key: value or "" for key, value in (self.model.prompts or {}).items()
         }
         self.model.eval()
         query_call = self._sample_call("query")
-        # The processor of a model of page images reads every text as a query.
+        # A model of page images encodes texts as queries only. Its documents are images.
         document_call = query_call if self.takes_images else self._sample_call("document")
         self._calls: dict[Side, TokenizerCall] = {"query": query_call, "document": document_call}
 

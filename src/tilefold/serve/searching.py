@@ -832,8 +832,9 @@ class _Search:
     ) -> dict[str, Run]:
         """Rank documents by each method of this server separately, to compare the methods.
 
-        The methods are the index itself, the BM25 index (``"words"``), the dense vectors
-        (``"dense"``), and reranking the candidates of the index by MaxSim (``"late"``).
+        The methods are the search of the index (named by its kind, such as ``"sparse"``), the BM25
+        index (``"words"``), the dense vectors (``"dense"``), and reranking the candidates of the
+        index by MaxSim (``"late"``).
 
         Args:
             body: the validated JSON of the request.

@@ -473,7 +473,7 @@ class Service:
                 yield [f"{_WARM_UP_WORD} " * n_words] * n_texts
 
     def warm_up_search(self) -> None:
-        """Search for a word in the threads of later searches, so that no request waits for them.
+        """Search once in every thread that searches later, so that no request waits for its start.
 
         On a GPU, several threads search at the same time, because each thread has its own handles
         of the GPU's libraries and its own CUDA graph of the search. Without an index, nothing
@@ -486,7 +486,7 @@ class Service:
         self._search_threads.submit(searchable.search_probe, encoded_word).result()
         if not gpus_of(searchable.index):
             return
-        # Every thread waits for the others, so that none of them runs two of the calls.
+        # Each search waits until all have begun, so that each runs in a thread of its own.
         barrier = threading.Barrier(_MIN_SEARCHES, timeout=_WARM_UP_SECONDS)
 
         def search_together() -> None:
@@ -504,7 +504,7 @@ class Service:
                 type(errors[0]).__name__,
                 errors[0],
             )
-            # Some errors of a GPU leave it unusable. This search then raises.
+            # After some errors, the GPU can no longer be used. Then this search raises, too.
             self._search_threads.submit(searchable.search_probe, encoded_word).result()
 
     def start(self) -> None:

@@ -184,11 +184,13 @@ def _install_fp8(network: Any) -> None:
     trunk = network.base_model
     for parent in trunk.modules():
         for siblings in _layers_by_input(parent):
-            shared = SharedRows(len(siblings))
+            # Layers with the same input, such as those of queries, keys and values, round it once.
+            shared_input = SharedRows(len(siblings))
             for layer in siblings:
+                # A change of the class keeps the module's name, weights and hooks.
                 layer.__class__ = Fp8Linear
-                layer.rounded_input = shared
-    # The layers have the class already if another Transformer has the same network.
+                layer.rounded_input = shared_input
+    # If another Transformer of the model has the same network, its layers were changed before.
     if not any(type(layer) is Fp8Linear for layer in trunk.modules()):
         raise ValueError(
             "fp8 needs linear layers whose sizes are multiples of 16, and "

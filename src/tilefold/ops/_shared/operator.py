@@ -663,9 +663,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._registered = getattr(torch.ops.tilefold, self.name)
 
     def _register_backward(self) -> None:
-        """Register ``tilefold::name_backward``, and make it the derivative of ``tilefold::name``.
+        """Register the backward of this operator with torch, and make it the operator's derivative.
 
-        Its arguments are the gradient of the first result, the saved tensors, and the options.
+        It is an operator of its own, such as ``tilefold::maxsim_backward`` for
+        ``tilefold::maxsim``. Its arguments are the gradient of the first result, the tensors that
+        the forward saved, the options, which tensors need a gradient, and the implementation.
         """
         arguments = {
             self._output_grad_name: Tensor,

@@ -357,8 +357,8 @@ class PlanBuilder:
             grid: number of program instances, in one to three dimensions.
             parameters: numbers and constants of this launch, in addition to those of
                 :meth:`set_parameters`.
-            tensors: names of tensors by the names of the kernel's parameters, for parameters that
-                do not have the names of their tensors.
+            tensors: the name of a tensor, by the name of the kernel's parameter that takes it.
+                Other parameters take the tensor of their own name: ``out_ptr`` takes ``"out"``.
             tma: the TMA description of a tensor, by the tensor's name.
             fallback: what runs if a kernel with TMA descriptors cannot be built. A launch without
                 descriptors ignores it.
@@ -373,7 +373,8 @@ class PlanBuilder:
         tensor_names: list[str] = []
         numbers: list[int | float] = []
         for parameter in kernel.arg_names:
-            # A parameter that ends in _ptr, _src or _desc gets a tensor, mostly the one it names.
+            # A parameter that ends in _ptr, _src or _desc takes a tensor. Other parameters are
+            # constants (``tl.constexpr``) if they are annotated, and numbers if they are not.
             stem, _, ending = parameter.rpartition("_")
             if parameter in tensors or ending in ("ptr", "src", "desc"):
                 name = tensors.get(parameter, stem)

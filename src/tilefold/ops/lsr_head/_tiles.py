@@ -204,22 +204,24 @@ def _runs(
 ) -> Iterator[Run]:
     """Yield the logits of one block of the vocabulary, in runs of sequences of equal length.
 
-    The logits of such a run can be viewed as ``[sequences, tokens, columns]``.
+    A run is a group of consecutive sequences. Because they have equal lengths, their logits can be
+    viewed as ``[sequences, tokens, columns]``.
 
     Args:
-        packed: the valid tokens.
-        pieces: division of the tokens. The rows of a piece are multiplied at once.
+        packed: the hidden states of the tokens that are not padding, in rows.
+        pieces: division of the rows. Each piece is multiplied at once.
         width: columns of the block.
         logit_scale: factor of the products.
-        product: computes the products of rows and the block's weight.
+        product: computes the matrix product of rows and the block's weight.
     """
     for piece in pieces:
         logits = product(packed.rows[piece.start_row : piece.end_row])
         if logit_scale != 1.0:
             logits *= logit_scale
         for first, end in _equal_lengths(packed.offsets, piece):
-            # A part of a long sequence may begin after the sequence's first row. It may also end
-            # before the last one, where the slice of the logits ends.
+            # If a piece holds a part of a long sequence, the run is this part. It may begin after
+            # the sequence's first row. It ends with the piece, because a slice does not go beyond
+            # the end of its tensor.
             start_row = max(packed.offsets[first], piece.start_row)
             first_logit = start_row - piece.start_row
             run_logits = logits[first_logit : packed.offsets[end] - piece.start_row]

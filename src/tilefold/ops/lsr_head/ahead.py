@@ -97,12 +97,14 @@ def compile_training_ahead(
     """Start to compile the kernels of an expected call and of its gradients, and return at once.
 
     Args:
-        call: the call. Its hidden states have the dtype of the weight.
+        call: the sizes of the batch that will be passed. Its hidden states will have the dtype of
+            the weight.
         weight: ``[V, D]``.
         bias: ``[V]``, or ``None``.
         pooling: reduction over the tokens of a text, such as ``"max"``.
         activation: function applied to logits, such as ``"log1p_relu"``.
-        screen: whether an 8-bit product first excludes scores that cannot be positive.
+        screen: whether a product in 8 bits first finds the scores that can be positive, so that
+            the exact product leaves out the others.
         compute_dtype: dtype of the products: that of autocast, or of the weight.
         out_dtype: dtype of the scores.
         impl: name of the implementation. Only that of Triton has kernels.
@@ -119,8 +121,9 @@ def compile_training_ahead(
         bias_dtype=None if bias is None else bias.dtype,
         screen=screen,
     )
-    needs = (True, weight.requires_grad, bias is not None and bias.requires_grad)
-    HEAD.compile_ahead(tensors, options, weight.device, needs)
+    # Which of the hidden states, the weight and the bias need a gradient.
+    needs_gradient = (True, weight.requires_grad, bias is not None and bias.requires_grad)
+    HEAD.compile_ahead(tensors, options, weight.device, needs_gradient)
 
 
 def _can_compile(weight: Tensor, impl: str) -> bool:

@@ -555,11 +555,12 @@ def _add_all_pairs(
         builder: the plan so far.
         block_q: query tokens of a tile.
         max_programs: programs that run at a time.
-        tma: TMA description of the documents by the name of the tensor, or empty.
+        tma: how the GPU's tensor memory accelerator (TMA) copies tiles of the documents, by the
+            name of their tensor. Empty without TMA.
     """
     problem = builder.problem
     n_rows = problem.queries.size(0)
-    length = problem.query_length
+    length = problem.query_length  # 0 if queries are packed
     tiles_hold_queries = 0 < length <= block_q
     tile_rows = block_q
     if tiles_hold_queries:
@@ -569,7 +570,9 @@ def _add_all_pairs(
     writes_scores = tiles_hold_queries or is_single_tile_of_packed
     splits = plan_splits(n_tiles, problem.n_documents, max_programs)
     if not writes_scores:
+        # Row ``tile + query`` has the partial sums of the query's tokens in this tile.
         builder.add_buffer("parts", (n_tiles + problem.n_queries, problem.n_documents))
+    tiles_are_full = tiles_hold_queries and block_q % length == 0
     builder.add_launch(
         scores.all_pairs_kernel,
         grid=(n_tiles, splits),
@@ -578,7 +581,7 @@ def _add_all_pairs(
             "splits": splits,
             "steps": problem.n_queries.bit_length(),  # of the bisection that finds a row's query
             "DIRECT": writes_scores,
-            "LQ": length if tiles_hold_queries and block_q % length == 0 else 0,
+            "LQ": length if tiles_are_full else 0,
         },
         tma=tma,
         fallback=POINTER_FALLBACK,

@@ -73,7 +73,7 @@ def forward(
     options: ScatterOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores, and which tokens have a gradient.
+    """Compute the scores, and for the backward pass, which tokens have a gradient.
 
     Args:
         tensors: weights and ids of the tokens, with their mask or offsets.
@@ -96,11 +96,12 @@ def forward(
     elif training:
         # A maximum passes its gradient to one token. A score of 0 has no gradient, NaN has one.
         winners = _first_maxima(tokens)
-        winners = winners[~(values[winners] <= 0)]
+        winners = winners[~(values[winners] <= 0)]  # `values > 0` would leave out NaN
         scores[tokens.entries[winners]] = values[winners].to(options.out_dtype)
         positions_with_gradient = tokens.positions[winners]
     else:
-        # Rounding is monotone, so the largest rounded value is the rounded largest value.
+        # Values are rounded before the maximum here, and after it above. The scores are the same,
+        # because rounding does not change the order of values.
         scores.scatter_reduce_(0, tokens.entries, values.to(options.out_dtype), "amax")
     scores = scores.view(tensors.batch, options.vocab_size)
     if not training:
@@ -141,12 +142,14 @@ def backward(
 ) -> tuple[Tensor]:
     """Compute the gradient of the weights.
 
-    In a sum, all valid tokens have a gradient, in a positive maximum the token with the largest
-    weight. It is the gradient of the token's score, times the slope of the activation.
+    If scores are sums, each token that is not padding has a gradient. If they are maxima, only the
+    token with the largest weight of each positive score has one. The gradient of a token's weight
+    is the gradient of the token's score, times the slope of the activation.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores.
-        saved: tensors of the call, and in ``counted`` which tokens have a gradient.
+        saved: tensors of the call, and in ``counted`` which tokens have a gradient: the second
+            result of :func:`forward`.
         options: the checked options.
         needs: ignored, since only the weights have a gradient.
 

@@ -138,10 +138,11 @@ def patch_grid(
             f"{grid.n_columns} cells, got {n_patches} patch tokens from "
             f"{type(encoder.processor).__name__}.",
         )
-    # Tokens that are no patches have four times -1. Only scored tokens have vectors.
+    # The first and last row and column of each patch; -1 for tokens that are no patches.
     cells = torch.full((len(tokens.input_ids), 4), -1, dtype=torch.int64)
     cells[is_patch] = grid.patch_cells
-    return PatchGrid(grid.n_rows, grid.n_columns, cells[tokens.positions])
+    cells_of_vectors = cells[tokens.positions]  # only scored tokens have vectors
+    return PatchGrid(grid.n_rows, grid.n_columns, cells_of_vectors)
 
 
 class _Grid(NamedTuple):
