@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 
+from tests.signals import default_action
 from tilefold._internal.termination import (
     Terminated,
     TerminationHandler,
@@ -33,21 +34,6 @@ def wait(seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-@contextmanager
-def default_action() -> Iterator[None]:
-    """Handle SIGTERM and SIGINT as Python does by default, whatever runs the tests.
-
-    A shell starts programs in the background with SIGINT ignored.
-    """
-    previous_sigterm = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    previous_sigint = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous_sigterm)
-        signal.signal(signal.SIGINT, previous_sigint)
 
 
 def test_sigterm_is_an_interrupt_within_the_context_only() -> None:

@@ -21,6 +21,7 @@ from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.inside import common, load_encoder, pending_shards, write_json
 from tests.recipes.small import SUBJECTS, small_collection
+from tests.signals import default_action
 from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import cli
 from tilefold.recipes import loading
@@ -446,7 +447,8 @@ def test_a_signal_before_the_command_starts_ends_it_without_a_traceback(
         return 0
 
     monkeypatch.setattr(cli, "_run", interrupt_imports)
-    outcome = call("info")
+    with default_action():
+        outcome = call("info")
     cause, code = ("Ended by SIGTERM", 143) if sends_sigterm else ("Interrupted", 130)
     assert (outcome.code, outcome.err) == (code, f"{cause}. Nothing was kept.\n")
 

@@ -593,7 +593,7 @@ def test_an_interrupted_command_goes_on(
 ) -> None:
     from sentence_transformers import CrossEncoder
 
-    monkeypatch.setattr(teachers, "SHARD", 16)
+    monkeypatch.setattr(teachers, "PAIRS_PER_SHARD", 16)
     stock, calls = CrossEncoder.predict, []
 
     def predict(self: Any, pairs: Any, **options: Any) -> Any:
