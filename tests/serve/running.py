@@ -180,7 +180,21 @@ def serving(service: Service, api_key: str | None = None, **options: Any) -> Ite
     Yields:
         A client of the server.
     """
-    app = create_app(service, api_key, **options)
+    with serving_app(create_app(service, api_key, **options), service) as client:
+        yield client
+
+
+@contextmanager
+def serving_app(app: Any, service: Service) -> Iterator[Client]:
+    """Serve an application on a free port of the loopback address, in a thread.
+
+    Args:
+        app: ASGI application.
+        service: service whose limits apply.
+
+    Yields:
+        A client of the server.
+    """
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
     server = Server(app, service, ready.set)

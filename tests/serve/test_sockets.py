@@ -9,7 +9,9 @@ import re
 import signal
 import socket
 import struct
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from tests.refusals import refused
 from tests.serve.running import (
@@ -30,6 +34,7 @@ from tests.serve.running import (
     request_head,
     served,
     serving,
+    serving_app,
     sparse_service,
 )
 from tests.waiting import WAIT_SECONDS, wait_until
@@ -506,6 +511,41 @@ def test_connections_send_without_the_delay_of_nagle_s_algorithm(
     assert client.get("/health").status == 200
     assert no_delay
     assert all(no_delay)  # with the delay, the body comes 40 ms after the head
+
+
+def test_head_and_body_of_a_response_come_in_one_packet(client: Client) -> None:
+    with client.connect() as connection:
+        for _ in range(2):
+            connection.sendall(INFO_REQUEST)
+            head, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert f"content-length: {len(body)}".encode() in head
+
+
+def test_a_part_of_a_body_that_reads_like_a_head_is_sent_at_once(sparse: Any) -> None:
+    body_part = b"HTTP/1.1 200 OK\r\n"
+    n_parts = 3
+    part_received = threading.Semaphore(0)
+
+    def wait_between_parts() -> Iterator[bytes]:
+        for _ in range(n_parts):
+            yield body_part
+            part_received.acquire(timeout=HELD_SECONDS)
+
+    app = FastAPI()
+    content_length = {"content-length": str(n_parts * len(body_part))}  # otherwise it is chunked
+
+    @app.get("/parts")
+    def stream() -> StreamingResponse:
+        return StreamingResponse(wait_between_parts(), headers=content_length)
+
+    with serving_app(app, sparse_service(sparse)) as client, client.connect() as connection:
+        connection.sendall(b"GET /parts HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        response = HTTPResponse(connection)
+        response.begin()
+        for _ in range(n_parts):
+            assert response.read(len(body_part)) == body_part
+            part_received.release()
 
 
 @pytest.mark.parametrize("path", ["/health", "/", "/info"])

@@ -195,7 +195,11 @@ class _LimitedProtocol(Protocol):
         # unread, so that the timeout for clients that do not read can start.
         transport.set_write_buffer_limits(0)
         self._close_at_once = transport.close
-        buffering_transport: Any = _HeadBufferingTransport(transport, self._close_or_linger)
+        buffering_transport: Any = _HeadBufferingTransport(
+            transport,
+            close=self._close_or_linger,
+            is_response_started=self._is_response_started,
+        )
         super().connection_made(buffering_transport)
         if len(self.connections) > self._shared.limits.max_connections:
             self.connections.discard(self)  # a refused connection does not count
@@ -239,7 +243,7 @@ class _LimitedProtocol(Protocol):
 
     def on_response_complete(self) -> None:
         """Send the head of a response without a body, and go on with the next request."""
-        self.transport.flush()  # type: ignore[attr-defined]
+        self.transport.end_response()  # type: ignore[attr-defined]
         self._open_cycles.popleft()
         super().on_response_complete()
 
@@ -300,6 +304,13 @@ class _LimitedProtocol(Protocol):
         """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    def _is_response_started(self) -> bool:
+        """Return whether a request is being answered whose response has a head.
+
+        uvicorn starts a response right before it writes the head.
+        """
+        return bool(self._open_cycles) and self._open_cycles[0].response_started
+
     def _start_head_timer(self) -> None:
         """Start the timeout until which a request head must be complete."""
         seconds = self._shared.limits.header_seconds
@@ -344,11 +355,25 @@ class _HeadBufferingTransport:
         close: function that is called in place of the transport's ``close``.
     """
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        """Wrap a transport."""
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+        is_response_started: Callable[[], bool],
+    ) -> None:
+        """Wrap a transport.
+
+        Args:
+            transport: transport of a connection.
+            close: function that is called in place of the transport's ``close``.
+            is_response_started: function that returns whether the request that is being answered
+                has a response. The first bytes that are written then are its head.
+        """
         self._transport = transport
         self.close = close
-        self._head = b""
+        self._is_response_started = is_response_started
+        self._is_head_written = False  # whether write() had the head of the started response
+        self._unsent_head = b""
 
     def __getattr__(self, name: str) -> Any:
         """Return another attribute of the wrapped transport."""
@@ -357,25 +382,31 @@ class _HeadBufferingTransport:
     def write(self, data: bytes) -> None:
         """Hold back the head of a response, or send a body together with the head before it.
 
-        uvicorn writes the two separately, which would send two packets.
+        uvicorn writes the two separately, which would send two packets. What is written while no
+        response is started is sent at once, such as the status 100 that asks for a body.
 
         Args:
-            data: a head, which begins with the HTTP version, or a part of a body.
+            data: a head, or a part of a body.
         """
-        is_informational = data.startswith(b"HTTP/1.1 1")  # such as 100, which has no body
-        if data.startswith(b"HTTP/1.1 ") and not is_informational:
-            self._head += data
-        elif self._head:
-            head = self._head
-            self._head = b""
+        if self._is_response_started() and not self._is_head_written:
+            self._is_head_written = True
+            self._unsent_head = data
+        elif self._unsent_head:
+            head = self._unsent_head
+            self._unsent_head = b""
             self._transport.writelines([head, data])
         else:
             self._transport.write(data)
 
     def flush(self) -> None:
         """Send a head that has no body."""
-        if self._head:
+        if self._unsent_head:
             self.write(b"")
+
+    def end_response(self) -> None:
+        """Send a head that has no body, and expect the head of the next response."""
+        self.flush()
+        self._is_head_written = False
 
 
 def bind(host: str, port: int) -> socket.socket:
