@@ -449,6 +449,59 @@ def test_changes_that_cannot_be_written_are_reported_and_tried_again(
         assert running.client.get("/documents").json["error"] is None
 
 
+@pytest.fixture
+def failing_then_held(
+    path: Path,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[Running, list[str]]]:
+    """A server whose second attempt to write is running, because the first one has failed.
+
+    The second attempt has one change. It goes on once another change is in the log.
+
+    Yields:
+        The server, and the error messages of its next attempts. Without further messages, it
+        writes.
+    """
+    monkeypatch.setattr(writing, "_RETRY_SECONDS", 0.05)
+    errors = ["first error"]
+    second_attempt_started = threading.Event()
+
+    def run(arguments: Sequence[str]) -> None:
+        is_second_attempt = not errors and not second_attempt_started.is_set()
+        if is_second_attempt:
+            second_attempt_started.set()
+            wait_until(lambda: server.log.n_pending == 2)
+        if errors:
+            raise RuntimeError(errors.pop(0))
+        run_index(arguments)
+
+    with writing_server(path, encoder, run=run) as server:
+        assert server.put(NEW).json["error"] == "first error"
+        assert second_attempt_started.wait(WAIT_SECONDS)
+        yield server, errors
+
+
+def test_documents_that_are_put_while_failed_changes_are_written_wait_until_they_are_visible(
+    failing_then_held: tuple[Running, list[str]],
+) -> None:
+    running, _ = failing_then_held
+    reply = running.put({**NEW, "id": "later"})
+    assert reply.status == 200, reply.raw
+    assert reply.json["visible"]
+    assert {"parcels", "later"} <= running.hits("print the label").keys()
+
+
+def test_documents_that_are_put_while_failed_changes_are_written_get_the_error_of_their_attempt(
+    failing_then_held: tuple[Running, list[str]],
+) -> None:
+    running, errors = failing_then_held
+    errors += ["error of the second attempt", "error of the third attempt"]
+    reply = running.put({**NEW, "id": "later"})
+    assert reply.status == 202
+    assert reply.json["error"] == "error of the third attempt"
+
+
 def test_an_internal_error_is_logged_with_its_traceback_and_writing_goes_on(
     path: Path,
     encoder: Served,

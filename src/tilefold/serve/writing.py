@@ -203,6 +203,10 @@ class DocumentWriter:
         self._process = _IndexProcess(log)
         self._run_index = self._process.run if run_index is None else run_index
         self._segment_seconds = _FIRST_ESTIMATE_SECONDS
+        # Sequence number of the last change that the latest attempt to write began with.
+        self._attempted_sequence = 0
+        # The same of the last attempt that failed. Later changes were not part of it.
+        self._failed_sequence = 0
         # Whether the texts of served documents have changed, although the index files have not.
         self._must_reopen = False
         self._append_lock = asyncio.Lock()
@@ -328,14 +332,16 @@ class DocumentWriter:
         )
 
     async def _wait_for(self, sequence: int) -> None:
-        """Wait until searches see a change, or until writing fails.
+        """Wait until searches see a change, or until an attempt to write it fails.
+
+        The failure of an attempt that began before the change was in the log does not end the wait.
 
         Args:
             sequence: sequence number of the change.
         """
         async with self._progress:
             await self._progress.wait_for(
-                lambda: self.visible >= sequence or self.error is not None,
+                lambda: self.visible >= sequence or self._failed_sequence >= sequence,
             )
 
     async def _run(self) -> None:
@@ -372,6 +378,8 @@ class DocumentWriter:
             _logger.warning("documents could not be written, and will be again: %s", error)
         async with self._progress:
             self.error = error
+            if error is not None:
+                self._failed_sequence = self._attempted_sequence
             self._progress.notify_all()
 
     async def _write_pending(self) -> None:
@@ -381,6 +389,7 @@ class DocumentWriter:
         which becomes a segment of the index.
         """
         service = self.service
+        self._attempted_sequence = self.log.last
         if not self.log.is_locked:
             # Another process may have written the log, or have left changes when it ended.
             await service.run_in_background(self.log.refresh)
@@ -390,6 +399,7 @@ class DocumentWriter:
             await service.run_in_background(self.log.lock)
         while self.log.n_pending:
             started = time.perf_counter()
+            self._attempted_sequence = self.log.last
             batch = _Batch.from_changes(self.log.pending(_MAX_SEGMENT_DOCUMENTS))
             await self._write_batch(batch)
             await service.run_in_background(self.log.mark_applied, batch.sequence, batch.failed)
