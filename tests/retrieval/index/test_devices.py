@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +19,17 @@ import torch
 from torch.nn.functional import normalize
 
 from tests.retrieval.conftest import dense_folder
+from tests.waiting import WAIT_SECONDS, wait_until
 from tilefold import retrieval as r
 from tilefold.cli._common import UsageError
 from tilefold.cli._retrievers import move_to_device
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval.index.devices import copy_to_device
+from tilefold.retrieval.index import dense, late
+from tilefold.retrieval.index.devices import DeviceCopies, copy_to_device
 from tilefold.retrieval.index.exact import ExactIndex, Postings
 from tilefold.retrieval.index.opening import gpus_of, open_index
 from tilefold.retrieval.index.segments import Segments
+from tilefold.retrieval.index.token_blocks import DeviceDocuments
 
 MakeVectors = Callable[..., r.SparseVectors]
 VOCAB_SIZE = 500
@@ -226,11 +234,12 @@ def test_the_gpus_of_an_index_are_those_that_have_documents(tmp_path: Path) -> N
     index = r.LateIndex.build(documents, tmp_path / "index")
     index.search(token_vectors(["q"], 1, max_tokens=8), 1, device="cpu")
     assert gpus_of(index) == []
-    index._device_documents["cuda:0", "cuda:1", "cuda:2"] = [
+    parts = [
         resident_on("cuda:0"),
         resident_on("cuda:1"),
         resident_on(None),  # these documents are searched block by block
     ]
+    index._device_documents.get(("cuda:0", "cuda:1", "cuda:2"), lambda: parts)
     assert gpus_of(index) == ["cuda:0", "cuda:1"]
     assert gpus_of(Segments([index, index], [(), ()])) == ["cuda:0", "cuda:1"]
 
@@ -296,19 +305,101 @@ def test_a_large_tensor_is_copied_to_a_gpu_in_pieces(dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-100, 100, (300_001, 41), generator=generator).to(dtype)
     device = torch.device("cuda")
-    copy = copy_to_device(rows, device)
-    assert copy.dtype == dtype
+    rows_on_gpu = copy_to_device(rows, device)
+    assert rows_on_gpu.dtype == dtype
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert torch.equal(copy.cpu(), rows)
+        assert torch.equal(rows_on_gpu.cpu(), rows)
 
 
 @pytest.mark.gpu
 def test_a_transposed_tensor_is_copied_to_a_gpu_in_pieces() -> None:
     rows = torch.arange(3_000_000).view(1000, 3000).T
-    copy = copy_to_device(rows, torch.device("cuda"))
-    assert torch.equal(copy.cpu(), rows)
+    rows_on_gpu = copy_to_device(rows, torch.device("cuda"))
+    assert torch.equal(rows_on_gpu.cpu(), rows)
 
 
 def test_a_copy_to_the_cpu_is_the_tensor_itself() -> None:
     rows = torch.zeros(3_000_000)
     assert copy_to_device(rows, torch.device("cpu")) is rows
+
+
+class SlowCopy:
+    """Function that waits until a second search has begun, and counts its calls.
+
+    Args:
+        function: function that is called in the end.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.n_calls = 0
+        self.second_search_began = threading.Event()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.n_calls += 1
+        assert self.second_search_began.wait(WAIT_SECONDS)
+        time.sleep(0.1)  # time in which the second search would begin a copy, too
+        return self.function(*arguments, **options)
+
+    def run_twice(self, search: Callable[[], Any]) -> tuple[Any, Any]:
+        """Run a search in two threads, and return both results."""
+
+        def second_search() -> Any:
+            wait_until(lambda: self.n_calls > 0)
+            self.second_search_began.set()
+            return search()
+
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(search)
+            second = pool.submit(second_search)
+            return first.result(), second.result()
+
+
+def test_two_first_searches_copy_dense_vectors_to_a_device_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The device "meta" stands for a GPU."""
+    index = r.DenseIndex.build(dense_folder(tmp_path / "vectors", ["a", "b"], seed=0))
+    slow_copy = SlowCopy(copy_to_device)
+    monkeypatch.setattr(dense, "copy_to_device", slow_copy)
+    monkeypatch.setattr(dense, "free_device_bytes", lambda device: 1 << 30)
+    first, second = slow_copy.run_twice(lambda: index._copy_vectors_to(torch.device("meta")))
+    assert slow_copy.n_calls == 1
+    assert first[0] is second[0]
+    assert first[0].device.type == "meta"
+
+
+def test_two_first_searches_copy_token_vectors_to_a_device_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    documents = token_vectors(["a", "b", "c"], seed=4, max_tokens=9)
+    index = r.LateIndex.build(documents, tmp_path / "index")
+    queries = token_vectors(["q"], seed=1, max_tokens=8)
+    slow_copy = SlowCopy(DeviceDocuments)
+    monkeypatch.setattr(late, "DeviceDocuments", slow_copy)
+    first, second = slow_copy.run_twice(lambda: index.search(queries, 3, device="cpu"))
+    assert slow_copy.n_calls == 1
+    assert first == second
+
+
+def test_a_copy_that_failed_is_tried_again() -> None:
+    copies: DeviceCopies[str] = DeviceCopies()
+
+    def fail() -> str:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copies.get("cuda", fail)
+    assert copies.get("cuda", lambda: "copy") == "copy"
+    assert copies.all() == ["copy"]
+
+
+def test_copies_and_pickles_of_an_index_begin_without_copies_on_devices(tmp_path: Path) -> None:
+    store = dense_folder(tmp_path / "vectors", ["a", "b"], seed=0)
+    index = r.DenseIndex.build(store, similarity="dot")
+    index._copies.get("cuda", lambda: (torch.zeros(1), None))
+    for duplicate in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):  # noqa: S301
+        assert not duplicate._copies.all()
+        assert torch.equal(duplicate.vectors(["b"]), index.vectors(["b"]))

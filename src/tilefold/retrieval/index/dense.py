@@ -24,6 +24,7 @@ from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
 from tilefold.retrieval.index.devices import (
+    DeviceCopies,
     Devices,
     check_devices,
     copy_to_device,
@@ -174,7 +175,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
         self._values = values
         self._scales = scales
         # Values and scales per device.
-        self._copies: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+        self._copies: DeviceCopies[tuple[Tensor, Tensor | None]] = DeviceCopies()
 
     @classmethod
     def build(
@@ -378,16 +379,18 @@ class DenseIndex(TorchIndex, GrowingIndex):
         """
         if device.type == "cpu":
             return self._values, self._scales
-        if device not in self._copies:
+
+        def copy_vectors() -> tuple[Tensor, Tensor | None]:
             fits = self._values.nbytes < free_device_bytes(device) // 2
             values = copy_to_device(self._values, device) if fits else self._values
             scales = None if self._scales is None else copy_to_device(self._scales, device)
-            self._copies[device] = (values, scales)
-        return self._copies[device]
+            return values, scales
+
+        return self._copies.get(device, copy_vectors)
 
     @property
     def gpus(self) -> list[torch.device]:
-        return [values.device for values, _ in self._copies.values() if values.is_cuda]
+        return [values.device for values, _ in self._copies.all() if values.is_cuda]
 
     @property
     def stored_tensors(self) -> list[Tensor]:

@@ -1,9 +1,10 @@
-"""Devices that search an index: one, or several among which its documents are divided."""
+"""Devices that search an index, alone or together, and the copies of its documents on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ Devices: TypeAlias = Device | Sequence[Device]
 # Bytes of a large copy to a GPU that are copied at a time. It takes less than a millisecond, for
 # which the small copies of searches may wait.
 _PIECE_BYTES = 4 << 20
+CopyT = TypeVar("CopyT")
 
 
 def device_list(device: Devices) -> list[torch.device]:
@@ -80,6 +82,48 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
             target[start : start + n_bytes].copy_(pinned[:n_bytes], non_blocking=True)
         stream.synchronize()  # before the next bytes replace these
     return copy
+
+
+class DeviceCopies(Generic[CopyT]):
+    """Copies of an index's documents on devices, each made by the first search that needs it.
+
+    Searches that other threads begin meanwhile wait for the copy, so that it is made once.
+
+    Attributes:
+        lock: lock that is held while a copy is made. Who holds it sees the free memory of a GPU
+            before or after a copy, but not during it.
+    """
+
+    def __init__(self) -> None:
+        """Begin without copies."""
+        self.lock = threading.RLock()
+        self._copies: dict[Hashable, CopyT] = {}
+
+    def get(self, devices: Hashable, copy: Callable[[], CopyT]) -> CopyT:
+        """Return the copy on a device, or the parts of a copy on several.
+
+        Args:
+            devices: the device, or the devices that have a part each.
+            copy: function that makes the copy if there is none. If it raises an error, the next
+                search tries again.
+        """
+        if devices not in self._copies:  # a search on a device that has a copy takes no lock
+            with self.lock:
+                if devices not in self._copies:
+                    self._copies[devices] = copy()
+        return self._copies[devices]
+
+    def all(self) -> list[CopyT]:
+        """Return all copies, in the order in which they were made."""
+        return list(self._copies.values())
+
+    def __contains__(self, devices: Hashable) -> bool:
+        """Return whether the copy on a device, or on several, has been made."""
+        return devices in self._copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without copies: another process may have other devices, and a lock stays here."""
+        return DeviceCopies, ()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

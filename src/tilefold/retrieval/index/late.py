@@ -32,7 +32,7 @@ from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index import token_blocks
 from tilefold.retrieval.index.centroids import CENTROID_FILES, FEWEST_TOKENS, Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
-from tilefold.retrieval.index.devices import Devices, device_list
+from tilefold.retrieval.index.devices import DeviceCopies, Devices, device_list
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
 from tilefold.retrieval.index.token_blocks import (
     STORAGES,
@@ -135,7 +135,7 @@ class LateIndex(TorchIndex):
         self._centroids = centroids
         self._has_tokens = files.lengths > 0
         # Names of devices that search together -> the documents of each device.
-        self._device_documents: dict[tuple[str, ...], list[DeviceDocuments]] = {}
+        self._device_documents: DeviceCopies[list[DeviceDocuments]] = DeviceCopies()
 
     @classmethod
     def build(
@@ -707,19 +707,20 @@ class LateIndex(TorchIndex):
         (single_device,) = devices
         # "cuda:1" names one GPU, and "cuda" allows any number of GPUs.
         names_one_device = str(single_device) != "cuda"
-        already_on_one_gpu = ("cuda",) in self._device_documents
         n_gpus = torch.cuda.device_count()
-        if names_one_device or already_on_one_gpu or n_gpus < 2:
+        if names_one_device or n_gpus < 2:
             return [single_device]
-        if self._fits(single_device, self.files.nbytes):
-            return [single_device]
+        with self._device_documents.lock:  # a copy that is being made takes up the memory
+            already_on_one_gpu = ("cuda",) in self._device_documents
+            if already_on_one_gpu or self._fits(single_device, self.files.nbytes):
+                return [single_device]
         return [torch.device("cuda", number) for number in range(n_gpus)]
 
     @property
     def gpus(self) -> list[torch.device]:
         return [
             documents.resident.values.device
-            for documents_of_devices in self._device_documents.values()
+            for documents_of_devices in self._device_documents.all()
             for documents in documents_of_devices
             if documents.resident is not None
         ]
@@ -735,22 +736,31 @@ class LateIndex(TorchIndex):
         Returns:
             Consecutive documents for each device. A device without documents is left out.
         """
-        key = tuple(str(device) for device in devices)
-        if key not in self._device_documents:
-            n_devices = len(devices)
-            # Token offsets at which equal shares would end. A device ends before the first document
-            # at or after its offset.
-            ideal_offsets = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
-            inner_bounds = np.searchsorted(self.files.offsets, ideal_offsets)
-            bounds = [0, *inner_bounds.tolist(), self.n_documents]
-            n_bytes = self.files.nbytes // n_devices
-            parts = []
-            for device, (first, end) in zip(devices, itertools.pairwise(bounds), strict=True):
-                if first < end:
-                    fits = self._fits(device, n_bytes)
-                    parts.append(DeviceDocuments(self.files, device, first, end, copy=fits))
-            self._device_documents[key] = parts
-        return self._device_documents[key]
+        names = tuple(str(device) for device in devices)
+        return self._device_documents.get(names, lambda: self._divide_documents(devices))
+
+    def _divide_documents(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
+        """Divide the documents among devices, and copy them to GPUs that have enough memory.
+
+        Args:
+            devices: devices that search together.
+
+        Returns:
+            Consecutive documents for each device. A device without documents is left out.
+        """
+        n_devices = len(devices)
+        # Token offsets at which equal shares would end. A device ends before the first document
+        # at or after its offset.
+        ideal_offsets = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
+        inner_bounds = np.searchsorted(self.files.offsets, ideal_offsets)
+        bounds = [0, *inner_bounds.tolist(), self.n_documents]
+        n_bytes = self.files.nbytes // n_devices
+        parts = []
+        for device, (first, end) in zip(devices, itertools.pairwise(bounds), strict=True):
+            if first < end:
+                fits = self._fits(device, n_bytes)
+                parts.append(DeviceDocuments(self.files, device, first, end, copy=fits))
+        return parts
 
     def _fits(self, device: torch.device, n_bytes: int) -> bool:
         """Return whether a device is a GPU whose free memory has room for a number of bytes."""
