@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -148,6 +149,18 @@ def test_the_tutorial_on_production_runs_and_swaps_an_index_without_a_failed_req
                 running.enter_context(proxy(tmp_path, ports))
 
         page.run(after_file=start_proxy, check_output=refuse_failed_requests)
+
+
+def test_a_load_test_in_which_no_client_sends_a_request_says_so(tmp_path: Path) -> None:
+    (script,) = [block for block in blocks_of(PAGE, "python") if "n_clients" in block]
+    (tmp_path / "load_test.py").write_text(script, encoding="utf-8")
+    (tmp_path / "key.txt").write_text("sesam", encoding="utf-8")
+    (tmp_path / "queries.txt").write_text("how does a parcel go back\n", encoding="utf-8")
+    no_seconds = "0"
+    command = [sys.executable, "load_test.py", "localhost:8081", "1", no_seconds]
+    end = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert end.returncode == 1
+    assert end.stderr.startswith("no client sent a request within 0 seconds")
 
 
 def test_the_deployment_has_options_of_serve_and_waits_until_a_server_has_ended() -> None:
