@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton import cuda_driver, launch, program
-from tilefold.ops._shared._triton import ordered_product as ordered_product_kernels
 from tilefold.ops._shared._triton.cuda_driver import bind, driver_launch
 from tilefold.ops._shared._triton.launch import Build, KernelLauncher, Memory, recorded_builds
 from tilefold.ops._shared._triton.program import Program

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.calls import ALIGNMENT, call_on_device
+from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import takes_kernels
 
 if TYPE_CHECKING:
@@ -77,7 +79,13 @@ def _program_of(
         has_bias: whether a bias is added.
         is_aligned: whether all operands begin at multiples of 16 bytes.
         device: the device of the operands.
+
+    Raises:
+        KernelUnavailableError: if Triton cannot build the kernel.
     """
-    from tilefold.ops._shared._triton.ordered_product import make_program  # needs Triton
+    reason = releases.why_no_async_loads()
+    if reason is not None:
+        raise KernelUnavailableError("ordered_product_kernel", reason)
+    from tilefold.ops._shared._triton.ordered_product import make_program  # needs Gluon
 
     return make_program(n_rows, n_outputs, n_inputs, has_bias, is_aligned, device)

@@ -107,9 +107,9 @@ _HALF_PADDING_TIME = 1 << 31
 _HALF_BYTES = 2
 # To copy more rows, for padding, takes a GPU longer than one more group.
 _GPU_LARGEST_PADDED = 8192
-# A product that adds in the order of K takes about this many times as long as that of a library for
-# the same rows. It is used if padding for the library would multiply the rows by a larger number.
-_ORDERED_SLOWDOWN = 4
+# Up to this number of rows, a product that adds in the order of K takes no more time than that of a
+# library, which would need more rows for the same bits.
+_MOST_ORDERED_ROWS = 128
 # Its name in a warning, and what runs in its place.
 _ORDERED = "the product of few rows of invariant=True"
 _PADDED_INSTEAD = "Few rows are padded instead: the same bits, several times slower."
@@ -553,15 +553,17 @@ def _product_kind(weight: Tensor, has_bias: bool) -> _ProductKind:
 def _groups_with_equal_bits(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
     """Divide rows into groups of sizes whose products have the same bits in equal rows.
 
-    A size is tested when it is needed for the first time. If it fails, rows are divided again.
-    Rows that a library would multiply only with much padding are one group without padding, if our
-    kernel, which adds in the order of K, gives the bits of the library.
+    Few rows are one group without padding, if our kernel, which adds in the order of K, gives the
+    bits of the library. Otherwise, a size is tested when it is needed for the first time. If it
+    fails, rows are divided again.
 
     Args:
         n_rows: the number of rows.
         kind: shape, dtype and device of the weight.
     """
     probe = _probe_of(kind)
+    if 0 < n_rows <= _MOST_ORDERED_ROWS and probe.is_order_usable:
+        return [RowGroup(0, n_rows, n_rows, is_ordered=True)]
     is_on_cpu = kind.device.type == "cpu"
     free_padding = 0 if is_on_cpu else _GPU_FREE_PADDING
     largest_padded = None if is_on_cpu else _GPU_LARGEST_PADDED
@@ -569,11 +571,7 @@ def _groups_with_equal_bits(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
         groups = group_rows(n_rows, probe.sizes, free_padding, largest_padded)
         # `is_usable` removes a size that fails from `probe.sizes`, so that this loop ends.
         if all(probe.is_usable(group.size) for group in groups):
-            break
-    n_multiplied = sum(group.size for group in groups)  # padding included
-    if 0 < n_rows * _ORDERED_SLOWDOWN <= n_multiplied and probe.is_order_usable:
-        return [RowGroup(0, n_rows, n_rows, is_ordered=True)]
-    return groups
+            return groups
 
 
 @functools.cache
@@ -650,12 +648,12 @@ class _Probe:
         Args:
             size: the number of rows, which are padded if it is not usable.
         """
+        row_time = self._kind.n_outputs * self._kind.n_inputs
+        if size <= _MOST_ORDERED_ROWS and self.is_order_usable:
+            return size * row_time
         larger_sizes = (other for other in self.sizes if other >= size)
         # If no larger size is usable, smaller ones multiply the rows in several groups.
         usable_size = next(filter(self.is_usable, larger_sizes), size)
-        row_time = self._kind.n_outputs * self._kind.n_inputs
-        if size * _ORDERED_SLOWDOWN <= usable_size and self.is_order_usable:
-            return size * _ORDERED_SLOWDOWN * row_time
         multiply_adds = usable_size * row_time
         if usable_size == size:
             return multiply_adds

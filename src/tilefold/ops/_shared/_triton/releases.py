@@ -47,6 +47,16 @@ def why_no_warp_roles() -> str | None:
     return f"Triton {release_name()} cannot give warps roles of their own, 3.6 and newer can"
 
 
+def why_no_async_loads() -> str | None:
+    """Why kernels in Gluon cannot copy to shared memory in the background, or ``None`` if they can.
+
+    Such copies (``cp.async``) need compute capability 8.0.
+    """
+    if release() >= (3, 5):
+        return None
+    return f"Triton {release_name()} cannot copy asynchronously in Gluon, 3.5 and newer can"
+
+
 def release_name() -> str:
     """The release as text, such as ``"3.6"``."""
     return ".".join(map(str, release()))
@@ -66,6 +76,14 @@ def gluon_barrier() -> Any:
 
     name = "barrier" if release() >= (3, 7) else "thread_barrier"
     return getattr(language, name)
+
+
+def gluon_async_load() -> Any:
+    """Gluon's copy of a tile to shared memory by ``cp.async``: ``(destination, pointers)``."""
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+    name = "async_load" if hasattr(async_copy, "async_load") else "async_copy_global_to_shared"
+    return getattr(async_copy, name)
 
 
 def gluon_tma_load() -> Any:
