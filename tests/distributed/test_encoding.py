@@ -23,7 +23,7 @@ from tests.integrations.multi_vector_models import build_colbert
 from tests.refusals import refused
 from tilefold._internal.files import LOCK, lock_folder
 from tilefold.distributed import rank_store
-from tilefold.distributed.rank_store import RESUME_HINT, RankStore
+from tilefold.distributed.rank_store import FINISHED, RESUME_HINT, RankStore
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
 from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
@@ -119,6 +119,27 @@ def one_does_not_come(rank: Rank, model_folder: Path, output: Path) -> Any:
     """What the first rank is told when it calls alone."""
     with mock.patch.object(rank_store, "JOIN_SECONDS", 1.0):
         return None if rank.rank else encode(rank, model_folder, output)
+
+
+def stands_still_at_the_end(rank: Rank, model_folder: Path, output: Path) -> Any:
+    """Encode; the second rank goes on a while after it could have seen that the work is complete.
+
+    Rank 0 waits less than this for others after a failure.
+    """
+    wait_for = RankStore.wait_for
+
+    def stand_still(store: RankStore, key: str) -> Any:
+        value = wait_for(store, key)
+        if rank.rank and key == FINISHED:
+            time.sleep(1)
+            return wait_for(store, key)
+        return value
+
+    with (
+        mock.patch.object(rank_store, "_LEAVE_SECONDS", 0.1),
+        mock.patch.object(RankStore, "wait_for", stand_still),
+    ):
+        return encode(rank, model_folder, output)
 
 
 def alone(rank: Rank, model_folder: Path, output: Path) -> Any:
@@ -327,6 +348,15 @@ def test_a_rank_that_does_not_come_is_missed(
         and "group=None" in message
     )
     two_ranks.close()  # gloo is of no use after that
+
+
+def test_a_rank_that_stands_still_when_all_work_is_done_does_not_fail(
+    two_ranks: Ranks,
+    tiny_folder: Path,
+    tmp_path: Path,
+) -> None:
+    (manifest, _, _), other = two_ranks.run(stands_still_at_the_end, tiny_folder, tmp_path / "v")
+    assert other == (manifest, "", [])
 
 
 def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(

@@ -29,7 +29,12 @@ POLL_SECONDS = 0.1
 RESUME_HINT = "What was reported is kept: run the same again, with any number of ranks, to go on."
 FINISHED = "finished"  # key that rank 0 puts when the work of all ranks is complete
 
-_LEAVE_SECONDS = 20.0  # for the other ranks to leave before rank 0: a batch may take a while
+# Longest time that rank 0 waits for the other ranks to leave before it removes the store. After a
+# failure they may still encode a batch before they look for it.
+_LEAVE_SECONDS = 20.0
+# The same when the work is complete. It is long, because a rank that is late finds no store, and
+# reports that rank 0 has ended early.
+_LEAVE_WHEN_COMPLETE_SECONDS = 300.0
 _STORE_SECONDS = 1.0  # time-out of one access to the store
 # Keys of the store.
 _COUNTER = "counter"
@@ -194,7 +199,8 @@ def has_left(rank_folder: Path) -> bool:
 def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
     """Wait for all ranks of a process group, and yield the store that they share.
 
-    Rank 0 leaves the block last, because the store is a file in its folder.
+    Rank 0 leaves the block last, because the store is a file in its folder. When it leaves without
+    an error, the work of all ranks must be complete.
 
     Args:
         group: process group whose ranks are on one machine.
@@ -205,11 +211,13 @@ def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
     rank = dist.get_rank(group)
     with scratch_folder(Path(tempfile.gettempdir()) / "tilefold-rank") as rank_folder:
         store = RankStore(rank, _gather_rank_folders(group, rank_folder))
+        leave_seconds = _LEAVE_SECONDS
         try:
             yield store
+            leave_seconds = _LEAVE_WHEN_COMPLETE_SECONDS
         finally:
             if rank == 0:
-                store.wait_until_others_left(_LEAVE_SECONDS)
+                store.wait_until_others_left(leave_seconds)
 
 
 def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Path]:
