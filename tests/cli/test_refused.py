@@ -239,6 +239,11 @@ USAGE = [
         "--heap-factor requires a new index",
     ),
     ("search ' '", "got an empty text"),
+    ("search -10C", "No such option: -1. If -10C is the query, pass it last: -- -10C"),
+    (
+        "search '--bm25 vs splade'",
+        "If '--bm25 vs splade' is the query, pass it last: -- '--bm25 vs splade'",
+    ),
     ("search --index a words --index b", "--index was given twice: leave one out."),
     ("search x --queries q", "--queries cannot be combined with a query"),
     ("search x --model m", "--model requires --index"),
@@ -513,3 +518,16 @@ def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
     first, *rest = notes
     assert first.startswith("Error: ") and len(rest) <= 1 and "Traceback" not in outcome.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelled_option_is_not_taken_for_a_query(call: Any) -> None:
+    outcome = call("search", "--indexes", "i")
+    assert outcome.code == 2
+    assert "No such option: --indexes (Possible options: --index)" in outcome.err
+    assert "pass it last" not in outcome.err
+
+
+def test_a_query_that_begins_with_a_dash_is_read_after_a_double_dash(call: Any) -> None:
+    outcome = call("search", "--index", "no-such-index", "--", "-10C")
+    assert outcome.code == 1
+    assert "no-such-index: expected an index" in outcome.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -203,9 +204,35 @@ def _report_typer_error(error: Any) -> None:
     # Compared by name, because the class is click's or that of the copy of click in typer.
     if type(error).__name__ == "MissingParameter":
         text = f"{text} {error.param.help}"
+    elif type(error).__name__ == "NoSuchOption":
+        text += _hint_at_double_dash(error)
     note(f"Error: {text}", style="bold red")
     if error.ctx is not None:
         note(f"Try: {error.ctx.command_path} --help")
+
+
+def _hint_at_double_dash(error: Any) -> str:
+    """Return how to pass a word that begins with a dash as the argument of a command.
+
+    Args:
+        error: error of typer for a word that it has read as an unknown option. It names only the
+            first letter of a word with one dash.
+
+    Returns:
+        A sentence with the word; empty if the command takes no argument, or if the word looks like
+        a misspelled option.
+    """
+    from tilefold.cli._options import command_line
+
+    word = next(word for word in command_line if word.startswith(error.option_name))
+    looks_like_option = word.startswith("--") and len(word.split()) == 1  # all have two dashes
+    parameters = error.ctx.command.params
+    arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
+    if looks_like_option or not arguments:
+        return ""
+    return (
+        f". If {shlex.quote(word)} is the {arguments[0].name}, pass it last: -- {shlex.quote(word)}"
+    )
 
 
 @functools.cache
