@@ -260,6 +260,26 @@ def test_the_embedding_dimension_is_known_after_the_first_batch(model: SparseEnc
     assert model.get_embedding_dimension() == VOCABULARY
 
 
+def test_a_second_call_that_fails_says_that_the_model_is_restored(model: SparseEncoder) -> None:
+    undone = "The acceleration of the model by an earlier call is undone"
+    model[1].pooling_strategy = "sum"
+    accelerate(model)
+    with pytest.raises(ValueError, match=f"only max runs in fp8. {undone}"):
+        accelerate(model, quantize="fp8")
+    assert not is_accelerated(model)
+    with pytest.raises(ValueError, match=r"only max runs in fp8\.$"):
+        accelerate(model, quantize="fp8")
+
+
+def test_a_second_call_with_a_wrong_argument_leaves_the_model_accelerated(
+    model: SparseEncoder,
+) -> None:
+    accelerate(model)
+    with pytest.raises(ValueError, match="quantize must be 'fp8' or None"):
+        accelerate(model, quantize="int8")
+    assert is_accelerated(model)
+
+
 def test_a_wrong_call_is_refused_in_the_words_of_the_stock_model(model: SparseEncoder) -> None:
     def refusals() -> list[str]:
         texts = []

@@ -6,8 +6,8 @@ record that the model has passed them (:mod:`._check_record`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
@@ -196,9 +196,10 @@ def accelerate(
     A SentenceTransformer has one dense vector per text and no large matrix of scores: only the
     padding is removed, in ``encode`` and in training, and CUDA graphs encode a few texts.
 
-    A second call starts over with its own arguments. Call again after an adapter was added to the
-    LM head or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment, the model is not
-    accelerated, and a model that was accelerated before is restored.
+    A second call starts over with its own arguments. If it fails, the model is not accelerated any
+    more, and the error says so. Call again after an adapter was added to the LM head or merged into
+    it. With ``TILEFOLD_DISABLE=1`` in the environment, the model is not accelerated, and a model
+    that was accelerated before is restored.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of
@@ -247,7 +248,8 @@ def accelerate(
             before a pooling (modules of :mod:`tilefold.modules` may need none); if it computes its
             logits or similarities in another way than the operator; if ``fp8`` is not possible on
             the device or for the model; or if ``invariant`` is True, and a module of the model is
-            not known to compute the same bits in every batch. The model is not changed then.
+            not known to compute the same bits in every batch. The model is not changed then, or
+            is restored if an earlier call has accelerated it.
         RuntimeError: if the check cannot run the model on its device, or ``invariant`` is True with
             ``TILEFOLD_DISABLE=1``.
     """
@@ -255,6 +257,7 @@ def accelerate(
     _check_options(check, quantize, screen=screen, graphs=graphs, fp8=fp8, invariant=invariant)
     if invariant:
         _check_invariant_options(quantize=quantize, packed=packed, fp8=fp8)
+    was_accelerated = is_accelerated(model)
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
@@ -270,59 +273,59 @@ def accelerate(
             "model must be a sentence_transformers.SparseEncoder, MultiVectorEncoder or "
             f"SentenceTransformer, got {type(model).__name__}; run other models as they are.",
         )
-    options: dict[str, object] = {
-        "impl": impl,
-        "quantize": quantize,
-        "packed": packed,
-        "screen": screen,
-        "invariant": invariant,
-    }
-    record = CheckRecord.of(model, options) if check else None
-    is_repeated = check == "always" or checks_are_repeated()
-    has_passed = record is not None and not is_repeated and record.exists()
-    runs_checks = bool(check) and not has_passed
-    acceleration = _accelerate_unchanged(
-        model,
-        impl=impl,
-        check=runs_checks,
-        quantize=quantize,
-        packed=packed,
-        screen=screen,
-    )
-    if invariant:
-        try:
+    with _restored_after_error(model, was_accelerated=was_accelerated):
+        options: dict[str, object] = {
+            "impl": impl,
+            "quantize": quantize,
+            "packed": packed,
+            "screen": screen,
+            "invariant": invariant,
+        }
+        record = CheckRecord.of(model, options) if check else None
+        is_repeated = check == "always" or checks_are_repeated()
+        has_passed = record is not None and not is_repeated and record.exists()
+        runs_checks = bool(check) and not has_passed
+        acceleration = _accelerate_unchanged(
+            model,
+            impl=impl,
+            check=runs_checks,
+            quantize=quantize,
+            packed=packed,
+            screen=screen,
+        )
+        if invariant:
             make_invariant(model, acceleration.padded, runs_checks)
-        except (ValueError, RuntimeError):
-            restore(model)
-            raise
-    has_failed_check = any(
-        isinstance(reason, FailedCheck) for reason in acceleration.padded.values()
-    )
-    if runs_checks and record is not None and not has_failed_check:
-        record.save()
-    if graphs:
-        use_column_graphs(model)
-    if fp8:  # after the checks, which compare the model with the unchanged one
-        _use_fp8(model)
+        has_failed_check = any(
+            isinstance(reason, FailedCheck) for reason in acceleration.padded.values()
+        )
+        if runs_checks and record is not None and not has_failed_check:
+            record.save()
+        if graphs:
+            use_column_graphs(model)
+        if fp8:  # after the checks, which compare the model with the unchanged one
+            use_fp8(model)
     _padded_reasons[model] = acceleration.padded
     return acceleration
 
 
-def _use_fp8(model: Model) -> None:
-    """Let the networks of an accelerated model, without their LM heads, multiply in fp8.
-
-    If that is not possible, the model is restored before the error is raised.
+@contextmanager
+def _restored_after_error(model: Model, *, was_accelerated: bool) -> Iterator[None]:
+    """Restore a model if the block, which accelerates it, raises a ValueError or RuntimeError.
 
     Args:
         model: the model.
-
-    Raises:
-        ValueError: if its device or its layers do not allow it.
+        was_accelerated: whether an earlier call had accelerated the model. The message of the error
+            then says that this is undone.
     """
     try:
-        use_fp8(model)
-    except ValueError:
+        yield
+    except (ValueError, RuntimeError) as error:
         restore(model)
+        if was_accelerated:
+            error.args = (
+                f"{error} The acceleration of the model by an earlier call is undone; call "
+                "accelerate(model) again with other arguments.",
+            )
         raise
 
 
