@@ -220,8 +220,17 @@ def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyP
     )
 
 
+def test_a_missing_gpu_is_named_before_a_missing_triton_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refused(RuntimeError, "the kernels need a CUDA device", chosen_impl, HIDDEN, "triton")
+
+
 def test_a_missing_triton_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     refused(
         RuntimeError,
         r"the package triton is not installed \(pip install triton\)",

@@ -80,16 +80,15 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def why_not_triton(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on ``device``, or ``None`` if they can."""
+    # The device comes first: without a GPU, an installation of triton makes nothing faster.
+    if device.type != "cuda" and not triton_interpreted():
+        return (
+            f"tensors are on {device.type!r}, and the kernels need a CUDA device "
+            "(or TRITON_INTERPRET=1)"
+        )
     if not triton_installed():
         return "the package triton is not installed (pip install triton)"
-    if device.type == "cuda":
-        return _why_device_is_too_old(device)
-    if triton_interpreted():
-        return None
-    return (
-        f"tensors are on {device.type!r}, and the kernels need a CUDA device "
-        "(or TRITON_INTERPRET=1)"
-    )
+    return _why_device_is_too_old(device) if device.type == "cuda" else None
 
 
 def takes_kernels(device: torch.device) -> bool:
