@@ -31,7 +31,7 @@ _FRAME = re.compile(r"[\s┏┓┗┛┡┩├┤└┘━─┳┻╇┴┼]*")
 # Lines that depend on the documents.
 _LINE_OF_DATA = re.compile(
     r"│ (?:#|q\d*|q-\S+) │.*"  # a row of a table whose first cell is a rank or a query id
-    r"|\S+ \S+ #"  # a token of a query, a token of a document and their similarity
+    r"|│ │ │.*"  # a further line of such a row
     r"|# of # [a-z ]+ (?:was|were) truncated at # tokens",
 )
 # Largest value of these options in a test.
