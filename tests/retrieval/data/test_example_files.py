@@ -98,3 +98,19 @@ def test_the_page_of_data_formats_names_every_usual_field() -> None:
     page = (EXAMPLES.parents[1] / "docs" / "data-formats.md").read_text(encoding="utf-8")
     names = {name for aliases in TEXT_NAMES.values() for name in aliases}
     assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_the_script_for_text_files_writes_documents_that_are_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes" / "2024").mkdir(parents=True)
+    (tmp_path / "notes" / "2024" / "plan.md").write_text("# Plan\n\nWrite the index.")
+    page = (EXAMPLES.parents[1] / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    section = page.split("### Text files\n")[1]
+    (script, *_) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(compile(script, "docs/data-formats.md", "exec"), {})  # noqa: S102
+    (document,) = r.load_documents("notes.jsonl").values()
+    assert (document.id, document.title) == (str(Path("notes/2024/plan.md")), "plan")
+    assert document.text == "# Plan\n\nWrite the index."

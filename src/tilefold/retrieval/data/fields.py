@@ -175,8 +175,8 @@ def text_columns_of(names: tuple[str, ...], fields: DocumentFields) -> TextColum
     if missing:
         options = ", ".join(description.option for description in _TEXT_FIELDS.values())
         raise FieldError(
-            f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename the "
-            f"fields, or pass their names: {options} (from Python DocumentFields).",
+            f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename "
+            f"or add the fields, or pass their names: {options} (from Python DocumentFields).",
         )
     return TextColumns(columns["_id"], columns.get("title"), columns["text"])
 

@@ -187,9 +187,12 @@ def table_rows(
     elif path.name.endswith(TEXT_SUFFIXES):
         yield from islice(text_rows(numbered_lines(path), path, fields=fields), skip, None)
     else:
+        remedy = ""
+        if path.suffix == ".json":
+            remedy = " Write one JSON object per line into a .jsonl file."
         raise DataError(
             f"{path}: expected a file that ends in {', '.join((*ROW_SUFFIXES, *TEXT_SUFFIXES))}, "
-            f"got {path.name!r}.",
+            f"got {path.name!r}.{remedy}",
         )
 
 
