@@ -23,6 +23,7 @@ from tests.inside import fallback, releases
 from tests.kernels import triton_installed
 from tests.recipes.small import small_collection
 from tilefold import __version__, cli, ops
+from tilefold.cli import COMMAND_GROUPS
 from tilefold.cli.info import OPTIONAL_PACKAGES, collect
 from tilefold.ops.implementations import kernel_of
 from tilefold.ops.lsr_head import configs
@@ -58,6 +59,13 @@ def test_the_program_without_a_command_shows_its_commands(
     outcome = call(*arguments)
     assert (outcome.code, outcome.err) == (2, "")
     assert all(verb in outcome.out for verb in VERBS)
+
+
+def test_the_help_of_the_program_groups_its_commands_and_shows_a_first_search(call: Call) -> None:
+    help_text = done(call("--help")).out
+    titles = [help_text.index(f" {title} ") for title in COMMAND_GROUPS]
+    assert titles == sorted(titles)
+    assert "tilefold index --backend bm25 --data FILE --output INDEX" in help_text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")

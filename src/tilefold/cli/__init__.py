@@ -15,28 +15,22 @@ from tilefold._internal.termination import TERMINATED, TerminationHandler
 
 __all__ = ["app", "main"]
 
-# All commands, in the order of the help.
-COMMANDS = (
-    "demo",
-    "train",
-    "recipes",
-    "encode",
-    "verify",
-    "merge",
-    "index",
-    "migrate",
-    "search",
-    "evaluate",
-    "compare",
-    "export",
-    "fuse",
-    "mine",
-    "score",
-    "serve",
-    "bench",
-    "warmup",
-    "info",
-)
+# Title of a group in the help -> its commands.
+COMMAND_GROUPS = {
+    "Start": ("demo", "info"),
+    "Search your documents": ("encode", "index", "search", "serve"),
+    "Train a model": ("train", "recipes", "mine", "score"),
+    "Measure rankings": ("evaluate", "compare", "fuse"),
+    "Maintain vectors and indexes": ("verify", "merge", "migrate", "export"),
+    "Operators on this machine": ("bench", "warmup"),
+}
+COMMANDS = tuple(command for commands in COMMAND_GROUPS.values() for command in commands)
+# Typer prints each paragraph of an epilog as one line.
+FIRST_SEARCH = """Search a file of your own, such as FILE.jsonl or FILE.csv:
+
+tilefold index --backend bm25 --data FILE --output INDEX
+
+tilefold search "a query" --index INDEX --data FILE"""
 WRONG_USAGE = 2  # exit codes
 INTERRUPTED = 130
 
@@ -206,6 +200,8 @@ def _report_typer_error(error: Any) -> None:
         text = f"{text} {error.param.help}"
     elif type(error).__name__ == "NoSuchOption":
         text += _hint_at_double_dash(error)
+    elif text.startswith("Got unexpected extra argument"):
+        text += ': put text of several words in quotes, such as "lost card"'
     note(f"Error: {text}", style="bold red")
     if error.ctx is not None:
         note(f"Try: {error.ctx.command_path} --help")
@@ -250,14 +246,17 @@ def _create_app(command: str | None = None) -> Any:
     app = typer.Typer(
         name="tilefold",
         help="Train, encode, index, search, evaluate, fuse and export neural retrievers.",
+        epilog=FIRST_SEARCH,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    names = COMMANDS if command is None else (command,)
-    for name in names:
-        app.command(cls=Command)(as_command(_import_command(name)))
+    for group, names in COMMAND_GROUPS.items():
+        for name in names:
+            if command in (None, name):
+                function = as_command(_import_command(name))
+                app.command(cls=Command, rich_help_panel=group)(function)
     return app
 
 

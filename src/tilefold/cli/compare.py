@@ -125,8 +125,7 @@ class CompareRequest(DocumentFieldOptions):
 
 
 def compare(request: CompareRequest) -> None:
-    """Compare runs over the same queries: differences, paired tests, wins and losses, and the
-    queries with the largest losses.
+    """Compare runs over the same queries: differences, paired tests, and the largest losses.
 
     A difference is marked * if it is significant by the paired randomisation test, after Holm's
     correction over all comparisons of the table.
