@@ -324,7 +324,7 @@ def test_vectors_with_other_settings_are_refused_unless_fresh(
     encode = (*encode_command, "--output", tmp_path / "v")
     done(call(*encode, "--top-k", "8"))
     refusal = call(*encode, "--top-k", "9")
-    fails(refusal, 1, "top_k: 8 before, 9 now", "resume=False (--fresh).")
+    fails(refusal, 1, "top_k: 8 before, 9 now", "start again with --fresh")
     done(call(*encode, "--top-k", "9", "--fresh"))
 
 

@@ -400,6 +400,18 @@ USAGE = [
     ("info plans --model x", "tilefold info plan --model"),
     ("info --length 5", "tilefold info plan --model"),
     ("recipes spladee", "recipe: expected one of splade"),
+    ("recipes spladee", "got 'spladee'. Did you mean 'splade'?"),
+    ("train --recipe splade-v4 --data DATA --output m", "Did you mean 'splade-v3'?"),
+    ("train --data CORPUS --output m", "training needs pairs of a query and a document"),
+    (
+        "search lost card --index WORDS",
+        '(card): put text of several words in quotes, such as "lost card"',
+    ),
+    ("index --data CORPUS --output i", "or search words without a model with --backend bm25"),
+    (
+        "evaluate --data CORPUS --index WORDS",
+        "expected a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv",
+    ),
     ("demo --minutes 0", "expected a number above 0"),
     ("demo --minutes inf", "expected a number above 0"),
     ("demo --full --quick", "cannot be combined"),
@@ -454,7 +466,7 @@ USAGE = [
 ]
 FAILURES = [
     ("search x --index nope", "nope: expected an index, as tilefold index writes it, got nothing"),
-    ("search x --index VECTORS", "got a folder of vectors, of which tilefold index makes an index"),
+    ("search x --index VECTORS", "got a folder of vectors; to search them, make an index"),
     ("search x --index DATA", "got a collection, which tilefold encode and index read (--data)"),
     (
         "index --update --vectors VECTORS --output nope",

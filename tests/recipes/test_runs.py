@@ -445,7 +445,7 @@ def test_an_interrupted_run_with_other_settings_starts_again_on_request(
 ) -> None:
     train_until(3, recipe, collection, tmp_path / "m")
     changed = replace(recipe, learning_rate=1e-3)
-    message = r"differs in learning_rate\); .* with resume=False"
+    message = r"differs in learning_rate\); .* with --fresh \(resume=False in Python\)"
     refused(ValueError, message, train, changed, collection, tmp_path / "m")
     assert train(changed, collection, tmp_path / "m", resume=False).resumed_from == 0
 

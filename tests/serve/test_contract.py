@@ -635,7 +635,7 @@ def test_predict_is_refused_and_counted(client: Client) -> None:
 
 
 def test_an_unknown_route_is_refused(client: Client) -> None:
-    assert_error(client.post("/nowhere", {}), 404, "Validation", "there is no such route")
+    assert_error(client.post("/nowhere", {}), 404, "Validation", "GET /docs lists all routes")
 
 
 @pytest.mark.parametrize(

@@ -523,7 +523,8 @@ def check_split(collection: Collection, split: str, option: str = "--split") -> 
     """
     if not collection.qrels:
         raise UsageError(
-            f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.",
+            f"--data: {collection.name} has no judgements; expected a folder with corpus.jsonl, "
+            f"queries.jsonl and qrels/{split}.tsv.",
         )
     if split not in collection.qrels:
         splits = ", ".join(sorted(collection.qrels))

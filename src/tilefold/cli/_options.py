@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -344,7 +345,11 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
     """Raise ``UsageError`` unless the value of an option is one of `allowed`, or None."""
     choices = tuple(allowed)
     if value is not None and value not in choices:
-        raise UsageError(f"{option}: expected one of {', '.join(choices)}, got {value!r}.")
+        similar = get_close_matches(value, choices, n=1)
+        suggestion = f" Did you mean {similar[0]!r}?" if similar else ""
+        raise UsageError(
+            f"{option}: expected one of {', '.join(choices)}, got {value!r}.{suggestion}",
+        )
 
 
 @contextmanager

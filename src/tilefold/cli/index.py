@@ -800,7 +800,8 @@ def _read_vectors(vectors: Path | None, backend: str) -> Any:
     """Read the encoded documents of ``--vectors``, which the backend needs."""
     if vectors is None:
         raise UsageError(
-            f"--backend {backend} indexes encoded documents: give them with --vectors.",
+            f"--backend {backend} indexes encoded documents: give them with --vectors (tilefold "
+            "encode writes them), or search words without a model with --backend bm25.",
         )
     return _retrievers.read_documents(vectors)
 

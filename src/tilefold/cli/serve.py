@@ -108,7 +108,8 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     watch_seconds: Annotated[
         float,
         option(
-            "Seconds between two looks for a change of --index, which then takes over; 0 for none.",
+            "Seconds between checks for a change of --index, whose new state then takes over; 0 "
+            "for no checks.",
             min=0,
             panel="Index",
         ),

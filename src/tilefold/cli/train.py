@@ -447,6 +447,7 @@ def train(request: TrainRequest) -> None:
     if splitter is not None:
         _options.checked_bm25_language(request.language)  # raises an error before any work
     config = _configure(request)
+    _refuse_documents_alone(config, request)
     if config.base_model != _models.PACKAGED:
         _models.checked_model_name(config.base_model, "--model")
     exit_code = _options.run_on_devices(request.devices)
@@ -459,6 +460,21 @@ def train(request: TrainRequest) -> None:
         result = _train_on_rank(config, request, splitter, rank)
     if rank == 0:
         _report(result, config, request, splitter)
+
+
+def _refuse_documents_alone(config: Any, request: TrainRequest) -> None:
+    """Raise ``UsageError`` if ``--data`` is a file of documents, which has no pairs to train on.
+
+    Args:
+        config: the recipe. Without training steps, it needs documents only.
+        request: the options of the command.
+    """
+    if config.max_steps != 0 and Path(request.data).is_file():
+        raise UsageError(
+            "--data: training needs pairs of a query and a document: expected a folder with "
+            f"corpus.jsonl, queries.jsonl and qrels/train.tsv, got the file {request.data}. The "
+            "tutorial 'Train on your own pairs' makes such a folder of a CSV file.",
+        )
 
 
 def _train_on_rank(

@@ -195,7 +195,8 @@ def _check_pair_count(n_pairs: int, collection: Collection) -> None:
         splits = sorted(collection.qrels) or "none"
         raise ValueError(
             f"collection {collection.name!r} has no pairs in its 'train' split (splits: {splits}); "
-            "add qrels/train.tsv with at least two positive judgements.",
+            "add at least two positive judgements, for example in a folder with corpus.jsonl, "
+            "queries.jsonl and qrels/train.tsv.",
         )
     if n_pairs == 1:
         raise ValueError(

@@ -196,8 +196,8 @@ class TrainingRun:
             if difference:
                 raise ValueError(
                     f"{self.work_dir} holds an interrupted run with other settings ({difference}); "
-                    "continue it with the same settings, or discard it with resume=False "
-                    "(--fresh).",
+                    "continue it with the same settings, or discard it with --fresh "
+                    "(resume=False in Python).",
                 )
             step, checkpoint = max(checkpoints.items())
             filled_batches = bool(record.get("full_batches"))

@@ -198,7 +198,8 @@ class Watcher(TrainerCallback):
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss} after {state.global_step} steps: the training has diverged. "
-                "Train with a smaller learning_rate, from the start (resume=False or --fresh).",
+                "Train with a smaller learning_rate, from the start (--fresh, or resume=False in "
+                "Python).",
             )
         # Losses with penalties also log their parts. Any other loss is a ranking loss.
         self.ranking_loss = float(logs.get(RANKING_LOSS, loss))

@@ -235,7 +235,7 @@ async def _http_error_response(request: Request, error: Exception) -> Response:
     """
     status = getattr(error, "status_code", 500)
     message_of_status = {
-        404: "there is no such route",
+        404: "there is no such route; GET /docs lists all routes",
         405: "the route does not take this method",
     }
     message = message_of_status.get(status, "the request failed")

@@ -62,7 +62,8 @@ def _checksum(value: Mapping[str, object]) -> str:
 _KINDS_OF_FOLDERS = {
     "index.json": "an index, which tilefold search reads (--index)",
     "manifest.json": (
-        "a folder of vectors, of which tilefold index makes an index (--vectors, --tokens)"
+        "a folder of vectors; to search them, make an index: tilefold index --vectors, or --tokens "
+        "for token vectors"
     ),
     "modules.json": "a model, with which tilefold encode makes vectors (--model)",
     "config.json": "a model, with which tilefold encode makes vectors (--model)",

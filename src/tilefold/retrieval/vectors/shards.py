@@ -39,7 +39,7 @@ _EXPECTED = "a folder of vectors, as tilefold encode writes it"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
-_START_AGAIN = "resume=False (--fresh)"
+_START_AGAIN = "--fresh (resume=False in Python)"
 # If every text of a shard of at least this size fails, the model is at fault, not the texts.
 MIN_ALL_FAILED = 16
 _TRUNCATION_TYPES = {"count": int, "max_length": int | None}
