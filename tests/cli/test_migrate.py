@@ -499,6 +499,27 @@ def test_an_index_moves_to_a_model_of_another_kind(
     assert files_of(live) == files_of(shared / "index")
 
 
+def test_an_index_of_passages_counts_passages(
+    call: Call,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    live = tmp_path / "live"
+    data = ("--data", shared / "data")
+    passages = ("--passages", "6", "--top-k", "64")
+    run_steps(
+        ("encode", "--model", masked_lm, *data, "--output", tmp_path / "vectors", *passages),
+        ("index", "--vectors", tmp_path / "vectors", "--output", live),
+    )
+    n_passages = r.load_index(live).n_documents
+    started = done(start(call, live, new_model, shared / "data"))
+    assert f"has all {n_passages} passages: " in started.out
+    cut_over = done(call("migrate", "--index", live, "--cut-over"))
+    assert f"with {n_passages} passages; the old one" in cut_over.out
+
+
 def test_field_names_are_recorded_for_the_preview(
     call: Call,
     live: Path,

@@ -563,6 +563,7 @@ def _describe_state(
     index = request.index
     record = migration.record
     is_cut_over = migration.is_cut_over
+    size = f"{n_documents:,} {migration.unit}"
     old_model = record.old_model or request.old_model
     old_folder, new_folder = migration.index, migration.standby
     if is_cut_over:
@@ -571,18 +572,18 @@ def _describe_state(
     new_name = _kind_and_model(new_folder, record.model)
     if is_cut_over:
         state = (
-            f"{index} is the new index {new_name}, with {n_documents:,} documents; the old one "
+            f"{index} is the new index {new_name}, with {size}; the old one "
             f"{old_name} is in {standby}"
         )
         return state, "--rollback, or --discard to remove the old index"
     if is_rolled_back:
         state = (
-            f"{index} is the old index again {old_name}, with {n_documents:,} documents; the new "
+            f"{index} is the old index again {old_name}, with {size}; the new "
             f"one {new_name} is in {standby}"
         )
         return state, "--cut-over, or --discard to remove the new index"
     state = (
-        f"the new index {new_name} has all {n_documents:,} documents: {standby}; "
+        f"the new index {new_name} has all {size}: {standby}; "
         f"{index} is still the old one {old_name}"
     )
     old_model_option = " --old-model OLD_MODEL" if record.old_model is None else ""

@@ -442,11 +442,15 @@ def test_a_document_that_the_new_model_cannot_encode_stops_the_cut_over(live: Pa
 
 
 @pytest.mark.parametrize(
-    "texts",
-    [pytest.param(contents, id="documents"), pytest.param(Passages(3).of, id="passages")],
+    ("unit", "texts"),
+    [
+        pytest.param("documents", contents, id="documents"),
+        pytest.param("passages", Passages(3).of, id="passages"),
+    ],
 )
 def test_a_replaced_document_that_the_new_model_cannot_encode_stops_the_cut_over(
     tmp_path: Path,
+    unit: str,
     texts: Callable[[Mapping[str, Document]], Mapping[str, str]],
 ) -> None:
     live = tmp_path / "live"
@@ -455,7 +459,8 @@ def test_a_replaced_document_that_the_new_model_cannot_encode_stops_the_cut_over
     migration.build(DOCUMENTS, NEW)
     r.update_index(live, OLD.vectors(texts(FIRST_UPDATE)), documents=FIRST_UPDATE)
     failing_texts = frozenset(texts(by_id(document(3, 1))))
-    with pytest.raises(DataError, match=rf"{len(failing_texts)} are missing \(d3"):
+    message = rf"expected the {unit} of {live}; {len(failing_texts)} are missing \(d3"
+    with pytest.raises(DataError, match=message):
         migration.exchange(WordEncoder("b", failing=failing_texts))
     assert not migration.is_cut_over
 

@@ -288,6 +288,12 @@ class Migration:
         """Whether the standby, the index that is not searched, is written completely."""
         return (self.standby / MANIFEST_NAME).is_file()
 
+    @property
+    def unit(self) -> str:
+        """What the index has a vector for: ``"documents"``, or the ``"passages"`` of documents."""
+        has_passages = _passages_of(read_description(self.index)) is not None
+        return "passages" if has_passages else "documents"
+
     def n_documents(self) -> int:
         """Return the number of documents or passages of the index that is searched."""
         return len(_ids_of(self.index))
@@ -598,12 +604,13 @@ class Migration:
             return
         missing = sorted(ids - standby_ids)
         surplus = sorted(standby_ids - ids)
+        unit = self.unit
         raise DataError(
-            f"{self.standby}: expected the documents of {self.index}; {len(missing)} are missing"
+            f"{self.standby}: expected the {unit} of {self.index}; {len(missing)} are missing"
             f"{_list_first_ids(missing)}, and {len(surplus)} are too many"
-            f"{_list_first_ids(surplus)}. The new model may have failed on documents (see "
+            f"{_list_first_ids(surplus)}. The new model may have failed on {unit} (see "
             "vectors/manifest.json), or the index was built again meanwhile. Replace or delete "
-            "these documents (tilefold index --update), or discard the migration (--discard). The "
+            "the documents (tilefold index --update), or discard the migration (--discard). The "
             "index that is searched was not changed.",
         )
 
