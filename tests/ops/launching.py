@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import triton
 import triton.language as tl
 
+from tests.waiting import wait_until
+from tilefold.ops._shared import background
 from tilefold.ops._shared._triton import cuda_driver, launch, program
 from tilefold.ops._shared._triton.cuda_driver import bind, driver_launch
 from tilefold.ops._shared._triton.launch import Build, KernelLauncher, Memory, recorded_builds
@@ -27,3 +31,10 @@ def owner_kernel(offset_ptr, out_ptr, n_rows, count, steps, BLOCK: tl.constexpr)
     """Store the query of each row, as :func:`query_of` finds it, for ``[n_rows]``."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + row, query_of(offset_ptr, row, count, steps), mask=row < n_rows)
+
+
+def wait_for_background_builds() -> None:
+    """Wait until no background thread compiles kernels."""
+    wait_until(
+        lambda: all(thread.name != background.THREAD_NAME for thread in threading.enumerate()),
+    )

@@ -18,6 +18,7 @@ from tilefold.ops._shared.row_groups import (
     LinearLayers,
     RowGroup,
     apply_rowwise,
+    filled_row_count,
     group_rows,
     grouped_linear,
     grouping_rows,
@@ -216,6 +217,37 @@ def test_sizes_with_other_bits_are_not_used(
     assert sizes[-1] == 4096
     rows = torch.randn(9, 16)
     assert grouped_linear(rows, torch.randn(8, 16)).shape == (9, 8)
+
+
+def test_a_size_is_not_used_if_the_memory_is_too_small_for_its_test(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    multiply = row_groups._multiply
+
+    def lacks_memory(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if rows.size(0) in (1024, 2048):
+            raise torch.OutOfMemoryError
+        return multiply(rows, weight, bias)
+
+    _without_probes(monkeypatch, lacks_memory)
+    rows, weight = torch.randn(2048, 16), torch.randn(8, 16)
+    products = grouped_linear(rows, weight)
+    assert torch.equal(grouped_linear(rows[5:9], weight), products[5:9])
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_filled"),
+    [
+        pytest.param(256, 256, id="a size"),
+        pytest.param(8195, 8448, id="a multiple of 256"),
+        pytest.param(130561, 131072, id="little less than a size"),
+        pytest.param(130560, 130560, id="512 rows less than a size"),
+        pytest.param(131073, 131328, id="more than the largest size"),
+    ],
+)
+def test_many_rows_are_padded_to_a_size_or_a_multiple_of_256(n_rows: int, n_filled: int) -> None:
+    assert filled_row_count(n_rows) == n_filled
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

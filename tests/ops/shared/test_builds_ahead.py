@@ -20,8 +20,8 @@ from tests.kernels import triton_interpreted
 from tests.ops.base import Launch, Plan, background, impl, internals
 from tests.ops.contracts import cases, forget_calls
 from tests.ops.contracts.contract import KernelCase
-from tests.ops.launching import launch
-from tests.waiting import WAIT_SECONDS, wait_until
+from tests.ops.launching import launch, wait_for_background_builds
+from tests.waiting import WAIT_SECONDS
 
 INTERPRETED = triton_interpreted()
 kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
@@ -37,13 +37,7 @@ def tasks() -> Iterator[Any]:
     """Two threads, none of which may be left at the end."""
     tasks = background.BackgroundTasks(2)
     yield tasks
-    assert_no_thread_is_left()
-
-
-def assert_no_thread_is_left() -> None:
-    wait_until(
-        lambda: all(thread.name != background.THREAD_NAME for thread in threading.enumerate()),
-    )
+    wait_for_background_builds()
 
 
 def test_functions_with_different_keys_run_at_the_same_time(tasks: Any) -> None:
@@ -71,7 +65,7 @@ def test_a_key_that_runs_is_not_started_again(tasks: Any) -> None:
     tasks.start("kernel", run)
     may_end.set()
     tasks.wait_for("kernel")
-    assert_no_thread_is_left()
+    wait_for_background_builds()
     assert len(starts) == 1
 
 
@@ -90,7 +84,7 @@ def test_the_caller_does_not_wait_for_a_function_that_has_not_begun(tasks: Any) 
     tasks.start("third", lambda: ran.append("third"))
     tasks.wait_for("third")
     may_end.set()
-    assert_no_thread_is_left()
+    wait_for_background_builds()
     assert not ran
 
 
@@ -107,7 +101,7 @@ def test_an_error_leaves_the_next_function_alone(tasks: Any) -> None:
     tasks.wait_for("failing")
     tasks.start("next", next_runs.set)
     assert next_runs.wait(WAIT_SECONDS)
-    assert_no_thread_is_left()
+    wait_for_background_builds()
 
 
 ENDING_PROCESS = """

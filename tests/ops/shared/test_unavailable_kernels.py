@@ -25,7 +25,7 @@ from tests.kernels import triton_interpreted
 from tests.ops.base import FallbackWarning, KernelUnavailableError, fallback, impl
 from tests.ops.contracts import cases, forget_calls
 from tests.ops.contracts.contract import KernelCase
-from tests.ops.launching import launch
+from tests.ops.launching import launch, wait_for_background_builds
 from tests.ops.samples import Sample, unaligned
 from tests.ops.toy import TWO_LAUNCHES, toy
 
@@ -106,6 +106,8 @@ def kernel_name(kernel: Any) -> str:
 
 
 def forget_plans() -> None:
+    # Otherwise a thread could store a kernel later, and a test would find it built.
+    wait_for_background_builds()
     launch.BUILT.clear()
     forget_calls()
 

@@ -3,7 +3,7 @@
 A library chooses the kernel of a matrix product by the number of rows, and kernels add in different
 orders. Here, rows are multiplied in groups of a few sizes, and a group that is too small is padded.
 Before a size is used with weights of a shape for the first time, it multiplies the same random rows
-as the largest size, at other positions. A size that gives other bits is never used. In fp32, the
+as a large size, at other positions. A size that gives other bits is never used. In fp32, the
 libraries of GPUs often give few rows other bits. A kernel that adds in the order of large products
 then multiplies them (:mod:`tilefold.ops._shared.ordered_product`), if it gives their bits.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +44,7 @@ __all__ = [
     "LinearLayers",
     "RowGroup",
     "apply_rowwise",
+    "filled_row_count",
     "group_rows",
     "grouped_linear",
     "grouped_product",
@@ -80,7 +82,12 @@ _CPU_SIZES = _candidate_sizes(smallest=2, largest=4096, steps=8)
 LEAST_GPU_ROWS = 256
 # In fp32 and with large weights, fewer rows take less time, but their kernels may give other bits.
 _FEW_GPU_ROWS = (16, 32, 64, 128)
-_GPU_SIZES = _FEW_GPU_ROWS + _candidate_sizes(smallest=LEAST_GPU_ROWS, largest=32768, steps=4)
+_GPU_SIZES = _FEW_GPU_ROWS + _candidate_sizes(smallest=LEAST_GPU_ROWS, largest=131072, steps=4)
+# The largest number of rows with which other sizes are compared. Larger sizes take much memory, and
+# are tested only if a batch has so many rows.
+_MOST_REFERENCE_ROWS = 32768
+# A batch on a GPU is padded to the next size if that takes fewer rows than this.
+_MOST_FILLER_ROWS = 2 * LEAST_GPU_ROWS
 # A group may be padded by this share of its rows, and always by less than the smallest size. More
 # rows are multiplied in two groups.
 _MAX_PADDING_SHARE = 1 / 8
@@ -485,6 +492,28 @@ def usable_sizes(weight: Tensor, has_bias: bool) -> tuple[int, ...]:
     return tuple(size for size in probe.sizes if probe.is_usable(size))
 
 
+def filled_row_count(n_rows: int) -> int:
+    """Return the number of rows to which many rows on a GPU are padded before they pass all layers.
+
+    It is one of the sizes of a product if that is little larger. A layer then multiplies all rows
+    at once. Otherwise it is a multiple of :data:`LEAST_GPU_ROWS`, so that layers can divide the
+    rows into groups without padding, which would copy the rows of a group.
+
+    Args:
+        n_rows: the number of rows, at least :data:`LEAST_GPU_ROWS`.
+
+    Examples:
+        >>> filled_row_count(130700), filled_row_count(100000)
+        (131072, 100096)
+    """
+    position = bisect.bisect_left(_GPU_SIZES, n_rows)
+    if position < len(_GPU_SIZES):
+        size = _GPU_SIZES[position]
+        if size - n_rows < _MOST_FILLER_ROWS:
+            return size
+    return math.ceil(n_rows / LEAST_GPU_ROWS) * LEAST_GPU_ROWS
+
+
 def padded_row_count(layers: Iterable[LinearLayers], n_rows: int) -> int:
     """Return the number of rows to which few rows on a GPU are padded before they pass all layers.
 
@@ -585,8 +614,9 @@ class _Probe:
 
     A product of some size multiplies the same few random rows, repeated until the size is reached.
     On a CPU in 16 bits, the terms of a product cancel each other, so that its bits show the order
-    of additions. The reference is the largest size in whose product equal rows have equal results
-    at all positions. Another size is usable if its results equal those of the reference.
+    of additions. The reference is the largest size of at most 32,768 rows in whose product equal
+    rows have equal results at all positions. Another size is usable if its results equal those of
+    the reference.
 
     Attributes:
         sizes: the sizes that have not failed, ascending.
@@ -605,22 +635,23 @@ class _Probe:
         self._usable_sizes: set[int] = set()
         self._expected: Tensor | None = None  # [_PROBE_ROWS, N]
         while self._expected is None:
-            if self.sizes[-1] < 2 * _PROBE_ROWS:  # a row must occur at two positions
+            reference = max((x for x in self.sizes if x <= _MOST_REFERENCE_ROWS), default=0)
+            if reference < 2 * _PROBE_ROWS:  # a row must occur at two positions
                 raise RuntimeError(
                     "invariant=True needs a device whose products do not depend on the position of "
                     f"a row, got {kind.device} and a weight of shape [{kind.n_outputs}, "
                     f"{kind.n_inputs}] in {kind.dtype}, for which no number of rows gives equal "
                     "bits; use another dtype or accelerate(model).",
                 )
-            products = self._products(self.sizes[-1], shift=0)
+            products = self._products(reference, shift=0)
             first_products = products[0][:_PROBE_ROWS].clone()
-            indices = _probe_row_indices(self.sizes[-1], 0, kind.device)
+            indices = _probe_row_indices(reference, 0, kind.device)
             expected = first_products[indices]
             if all(torch.equal(product, expected) for product in products):
                 self._expected = first_products
-                self._usable_sizes.add(self.sizes[-1])
+                self._usable_sizes.add(reference)
             else:
-                self.sizes = self.sizes[:-1]
+                self._drop(reference)
 
     def is_usable(self, size: int) -> bool:
         """Return whether a size gives the same bits as the reference, at all positions.
@@ -634,13 +665,34 @@ class _Probe:
             return True
         if self._expected is None or size not in self.sizes:
             return False
-        products = self._products(size, _PROBE_SHIFT)
-        expected = self._expected[_probe_row_indices(size, _PROBE_SHIFT, self._kind.device)]
-        if all(torch.equal(product, expected) for product in products):
+        if self._equals_reference(size, self._expected):
             self._usable_sizes.add(size)
             return True
-        self.sizes = tuple(other for other in self.sizes if other != size)
+        self._drop(size)
         return False
+
+    def _equals_reference(self, size: int, expected: Tensor) -> bool:
+        """Return whether the product of a size has the bits of the reference at all positions.
+
+        The test of a large size takes several times the memory of its product. Without this memory,
+        the size counts as different, and rows are divided into more groups.
+
+        Args:
+            size: a number of rows.
+            expected: the product of the random rows in the reference, ``[_PROBE_ROWS, N]``.
+        """
+        indices = _probe_row_indices(size, _PROBE_SHIFT, self._kind.device)
+        try:
+            repeated = expected[indices]
+            return all(
+                torch.equal(product, repeated) for product in self._products(size, _PROBE_SHIFT)
+            )
+        except torch.OutOfMemoryError:
+            return False
+
+    def _drop(self, size: int) -> None:
+        """Remove a size from :attr:`sizes`."""
+        self.sizes = tuple(other for other in self.sizes if other != size)
 
     def time_of_few_rows(self, size: int) -> int:
         """Return an estimate of the time of a product of few rows on a GPU, in multiply-adds.

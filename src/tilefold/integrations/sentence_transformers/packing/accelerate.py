@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from typing import Any
 
@@ -62,7 +61,12 @@ from tilefold.losses.base_splade import JOINED
 from tilefold.modules.echo import POOLING_MASK
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
 from tilefold.ops.packed_attention import token_positions
-from tilefold.ops.row_groups import LEAST_GPU_ROWS, LinearLayers, padded_row_count
+from tilefold.ops.row_groups import (
+    LEAST_GPU_ROWS,
+    LinearLayers,
+    filled_row_count,
+    padded_row_count,
+)
 from tilefold.pipeline.rows import to_device
 
 # Frames between a warning of ``pack_inputs`` and the caller of ``accelerate``.
@@ -532,8 +536,7 @@ class PackedForward(Replacement):
         if n_tokens < LEAST_GPU_ROWS:
             n_padded = self.padded_token_count(n_tokens)
         else:
-            # Layers divide rows into groups of this size. Padding the last group would copy rows.
-            n_padded = math.ceil(n_tokens / LEAST_GPU_ROWS) * LEAST_GPU_ROWS
+            n_padded = filled_row_count(n_tokens)
         if n_padded == n_tokens:
             return self._run_packed(features, kwargs)
         filled = with_filler_text(features, n_padded)
