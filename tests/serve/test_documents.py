@@ -280,6 +280,29 @@ def test_an_index_of_words_takes_documents(tmp_path: Path, collection: Collectio
         assert "parcels" not in running.hits("label")
 
 
+def test_search_on_the_command_line_shows_the_documents_that_were_put(
+    tmp_path: Path,
+    collection: Collection,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "words"
+    collection.save_beir(tmp_path / "data")
+    r.BM25Index.build(collection.contents()).save(path)
+    replaced_id, deleted_id, *_ = collection.documents
+    with writing_server(path, None, dict(collection.documents)) as running:
+        running.put(NEW, {"id": replaced_id, "title": "A new title", "text": "of a label"})
+        running.delete(deleted_id)
+        capsys.readouterr()
+        options = ("--index", str(path), "--data", str(tmp_path / "data"), "--json")
+        with pytest.raises(SystemExit) as end:
+            cli.main(["search", "label", *options])
+    assert end.value.code == 0
+    output = capsys.readouterr()
+    titles = {hit["id"]: hit["title"] for hit in json.loads(output.out)["hits"]}
+    assert titles == {"parcels": "Returns", replaced_id: "A new title"}
+    assert "titles are not shown" not in output.err
+
+
 def test_a_title_is_shown_although_the_words_of_the_document_are_the_same(
     tmp_path: Path,
     collection: Collection,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,6 +26,7 @@ from tilefold.retrieval.data.tables import check_queries_have_ids
 from tilefold.retrieval.errors import DataError
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.data.documents import Document
     from tilefold.retrieval.search.searcher import Searcher, SearchRequest
 
 SHOWN_TERMS = 6
@@ -324,6 +325,7 @@ def _load_searcher_parts(
     if request.data is not None:
         index_folder = Path(str(request.index))
         documents = _scores.open_documents(request.data, index_folder, index_provenance)
+        documents = _update_by_server_log(documents, index_folder)
     second_index = None  # whose scores are interpolated with those of the index
     if request.prf_with is not None:
         # The searcher checks that both indexes were made from the same documents.
@@ -343,6 +345,31 @@ def _load_searcher_parts(
         second=second_index,
         late=reranking_model,
         tokens=token_store,
+    )
+
+
+def _update_by_server_log(
+    documents: Mapping[str, Document],
+    index: Path,
+) -> Mapping[str, Document]:
+    """Return the documents of a collection, with those that a server has put into the index.
+
+    Args:
+        documents: id -> document, those that the index was made from.
+        index: the folder of the index.
+
+    Raises:
+        DataError: if the server's log of documents is damaged.
+    """
+    from tilefold.retrieval.index.generations import open_current
+    from tilefold.retrieval.index.publishing import documents_folder
+    from tilefold.serve.document_log import DocumentLog
+
+    if not documents_folder(index).exists():
+        return documents
+    return open_current(
+        index,
+        lambda generation: DocumentLog(index).documents(documents, generation.id),
     )
 
 
