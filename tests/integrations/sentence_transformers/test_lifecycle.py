@@ -280,6 +280,36 @@ def test_a_second_call_with_a_wrong_argument_leaves_the_model_accelerated(
     assert is_accelerated(model)
 
 
+def test_the_handle_of_a_model_prints_its_active_parts(model: SparseEncoder) -> None:
+    handle = accelerate(model)
+    assert str(handle) == "tilefold: fused scores, packed tokens active"
+    padded = accelerate(model, packed=False)
+    line = "tilefold: fused scores active; not active: packed tokens (packed=False was chosen)"
+    assert str(padded) == line
+    restore(model)
+    assert str(padded) == "tilefold: nothing active, because the model was restored"
+
+
+def test_a_task_without_a_route_is_refused(model: SparseEncoder) -> None:
+    message = r"task must be one of \['query', 'document'\] or None, got 'documents'"
+    refused(ValueError, message, encode_sparse, model, TEXTS, task="documents")
+
+
+def test_a_call_for_the_network_inside_an_accelerated_model_leaves_the_model_accelerated(
+    model: SparseEncoder,
+) -> None:
+    accelerate(model)
+    network = model[0].model
+    message = "got BertForMaskedLM; pass the whole model, not its network"
+    refused(TypeError, message, accelerate, network)
+    assert model.encode(["a text"]).shape[0] == 1
+
+
+def test_the_name_of_a_model_is_refused_with_the_call_that_loads_it() -> None:
+    message = r"got str; load the model first, such as SparseEncoder\('splade'\)"
+    refused(TypeError, message, accelerate, "splade")
+
+
 def test_a_wrong_call_is_refused_in_the_words_of_the_stock_model(model: SparseEncoder) -> None:
     def refusals() -> list[str]:
         texts = []

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
 from torch import Tensor, nn
 
 from tilefold._internal.arguments import check_instance, list_of_texts
@@ -130,7 +131,8 @@ class NoReplicas(Replacement):
 class Acceleration:
     """Handle of an accelerated model.
 
-    As a context manager, it returns the model and restores it on exit.
+    ``print(handle)`` says which parts are active, and why others are not. As a context manager, it
+    returns the model and restores it on exit.
 
     Attributes:
         model: the SparseEncoder, MultiVectorEncoder or SentenceTransformer, accelerated in place.
@@ -153,6 +155,25 @@ class Acceleration:
     def restore(self) -> None:
         """Undo the acceleration of the model."""
         restore(self.model)
+
+    def __str__(self) -> str:
+        """Return one line with the active parts, and the reasons for those that are not."""
+        if not is_accelerated(self.model):
+            reason = f"{SWITCH} is set" if switched_off() else "the model was restored"
+            return f"tilefold: nothing active, because {reason}"
+        parts = []
+        if not is_dense(self.model):
+            parts.append("fused scores")
+        if not self.padded:
+            parts.append("packed tokens")
+        clauses = [f"{', '.join(parts)} active"] if parts else []
+        if self.padded:
+            reasons = [
+                reason if network == "all" else f"{network}: {reason}"
+                for network, reason in self.padded.items()
+            ]
+            clauses.append(f"not active: packed tokens ({'; '.join(reasons)})")
+        return f"tilefold: {'; '.join(clauses)}"
 
     def __repr__(self) -> str:
         if is_dense(self.model):
@@ -257,22 +278,17 @@ def accelerate(
     _check_options(check, quantize, screen=screen, graphs=graphs, fp8=fp8, invariant=invariant)
     if invariant:
         _check_invariant_options(quantize=quantize, packed=packed, fp8=fp8)
+    # Before anything is restored: the network inside an accelerated model must stay accelerated.
+    _check_model(model)
     was_accelerated = is_accelerated(model)
-    if isinstance(model, nn.Module):
-        restore(model)
-        if switched_off():
-            if invariant:
-                raise RuntimeError(
-                    f"invariant=True needs an accelerated model, got {SWITCH} in the environment; "
-                    "unset it, or leave out invariant=True.",
-                )
-            return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
-    is_supported = isinstance(model, SparseEncoder) or is_multi_vector(model) or is_dense(model)
-    if not is_supported:
-        raise TypeError(
-            "model must be a sentence_transformers.SparseEncoder, MultiVectorEncoder or "
-            f"SentenceTransformer, got {type(model).__name__}; run other models as they are.",
-        )
+    restore(model)
+    if switched_off():
+        if invariant:
+            raise RuntimeError(
+                f"invariant=True needs an accelerated model, got {SWITCH} in the environment; "
+                "unset it, or leave out invariant=True.",
+            )
+        return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
     with _restored_after_error(model, was_accelerated=was_accelerated):
         options: dict[str, object] = {
             "impl": impl,
@@ -306,6 +322,21 @@ def accelerate(
             use_fp8(model)
     _padded_reasons[model] = acceleration.padded
     return acceleration
+
+
+def _check_model(model: object) -> None:
+    """Raise ``TypeError`` unless an argument is a model that :func:`accelerate` supports."""
+    if isinstance(model, SparseEncoder) or is_multi_vector(model) or is_dense(model):
+        return
+    remedy = "run other models as they are"
+    if isinstance(model, str):
+        remedy = f"load the model first, such as SparseEncoder({model!r})"
+    elif isinstance(model, nn.Module):
+        remedy = "pass the whole model, not its network, and run other models as they are"
+    raise TypeError(
+        "model must be a sentence_transformers.SparseEncoder, MultiVectorEncoder or "
+        f"SentenceTransformer, got {type(model).__name__}; {remedy}.",
+    )
 
 
 @contextmanager
@@ -651,6 +682,24 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
         setattr(model, function.name, function)
 
 
+def _check_task(model: Model, task: str | None) -> None:
+    """Raise ``ValueError`` for a task that is unknown to a model.
+
+    sentence-transformers ignores an unknown task, and encodes without the prompt of queries or
+    documents.
+
+    Args:
+        model: a SparseEncoder.
+        task: ``"query"``, ``"document"``, another route of a Router, or None.
+    """
+    tasks = ["query", "document"]
+    for module in model.modules():
+        if isinstance(module, Router):
+            tasks.extend(route for route in module.sub_modules if route not in tasks)
+    if task is not None and task not in tasks:
+        raise ValueError(f"task must be one of {tasks} or None, got {task!r}.")
+
+
 def encode_sparse(
     model: Model,
     texts: Sequence[str],
@@ -693,7 +742,7 @@ def encode_sparse(
         TypeError: if ``texts`` is one string, a mapping or a set, or holds anything but strings, or
             if ``model`` is not a SparseEncoder.
         ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no
-            prompt of that name.
+            prompt of that name, or no Router with a route for the task.
 
     Examples:
         >>> from sentence_transformers import SparseEncoder
@@ -709,6 +758,7 @@ def encode_sparse(
     for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
+    _check_task(model, task)
     acceleration: AbstractContextManager[object] = nullcontext()
     if graphs_of(model) is None and not is_accelerated(model):
         acceleration = accelerate(model)
