@@ -62,6 +62,7 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
     for expected in (*systems, 'tilefold search "', "standard error over the same 6 queries"):
         assert expected in first.out
+    assert "--minutes 0.01: the smallest size takes about " in first.err
     assert "16 of 16 documents; queries: " in first.err
     assert "training SPLADE with the fused head: 2 steps of 4 pairs" in first.err
     answered = [first.err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]

@@ -403,6 +403,14 @@ USAGE = [
     ("recipes spladee", "got 'spladee'. Did you mean 'splade'?"),
     ("train --recipe splade-v4 --data DATA --output m", "Did you mean 'splade-v3'?"),
     ("train --data CORPUS --output m", "training needs pairs of a query and a document"),
+    ("train --learning-rate 1e-4", "No such option: --learning-rate; here it is --lr"),
+    ("search x --top-k 5", "No such option: --top-k; here it is --k"),
+    (
+        "encode --model DATA --data DATA --output v",
+        "expected the folder of a model, got a collection",
+    ),
+    ("encode --model INDEX --data DATA --output v", "expected the folder of a model, got an index"),
+    ("index --delete pin --output WORDS", "--delete: expected a file with one id per line"),
     (
         "search lost card --index WORDS",
         '(card): put text of several words in quotes, such as "lost card"',

@@ -31,6 +31,18 @@ FIRST_SEARCH = """Search a file of your own, such as FILE.jsonl or FILE.csv:
 tilefold index --backend bm25 --data FILE --output INDEX
 
 tilefold search "a query" --index INDEX --data FILE"""
+# Names of other programs, such as those of a trainer's arguments -> the option of tilefold.
+OPTIONS_BY_OTHER_NAME = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--steps",
+    "--num-train-epochs": "--epochs",
+    "--per-device-train-batch-size": "--batch-size",
+    "--top-k": "--k",
+    "--limit": "--k",
+    "--input": "--data",
+    "--out": "--output",
+    "--output-dir": "--output",
+}
 WRONG_USAGE = 2  # exit codes
 INTERRUPTED = 130
 
@@ -199,6 +211,9 @@ def _report_typer_error(error: Any) -> None:
     if type(error).__name__ == "MissingParameter":
         text = f"{text} {error.param.help}"
     elif type(error).__name__ == "NoSuchOption":
+        option = OPTIONS_BY_OTHER_NAME.get(error.option_name)
+        if option in {spelling for param in error.ctx.command.params for spelling in param.opts}:
+            text = f"No such option: {error.option_name}; here it is {option}"
         text += _hint_at_double_dash(error)
     elif text.startswith("Got unexpected extra argument"):
         text += ': put text of several words in quotes, such as "lost card"'

@@ -16,8 +16,13 @@ from tilefold._internal.precision import Dtype, precision_of
 from tilefold._internal.typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
 from tilefold.cli._options import errors_name_options
+from tilefold.retrieval.common.files import kind_of_folder
 
 PACKAGED = "minilm"
+# A folder with one of these files may be a model.
+_MODEL_FILES = ("modules.json", "config.json", "adapter_config.json")
+# Options that take a model or a folder of vectors, which is checked when it is read.
+_OPTIONS_OF_VECTORS = ("--rerank", "--tokens")
 # Kind of vectors -> kind of the models that compute them.
 KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
 # Kind of models -> the name of their vectors in messages.
@@ -68,6 +73,8 @@ def checked_model_name(name: str, option: str) -> str:
     if not name.strip():
         raise UsageError(f"{option}: expected a folder or a name, got an empty name.")
     if path.is_dir():
+        if option not in _OPTIONS_OF_VECTORS:
+            _check_model_folder(path, option)
         return name
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
@@ -80,6 +87,20 @@ def checked_model_name(name: str, option: str) -> str:
             f"{list_cached_models()}; train one with: tilefold train",
         )
     return name
+
+
+def _check_model_folder(folder: Path, option: str) -> None:
+    """Raise ``UsageError`` for a folder of vectors, an index or a collection in place of a model.
+
+    Args:
+        folder: an existing folder.
+        option: the option that names the model, for the message.
+    """
+    if any((folder / name).is_file() for name in _MODEL_FILES):
+        return
+    kind = kind_of_folder(folder)
+    if kind is not None:
+        raise UsageError(f"{option}: expected the folder of a model, got {kind}: {folder}.")
 
 
 def list_cached_models() -> str:

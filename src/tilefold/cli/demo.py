@@ -163,8 +163,11 @@ def _choose_size(minutes: float | None, full: bool, quick: bool) -> Size:
     if minutes is None:
         minutes = DEFAULT_MINUTES
     # The sizes are keyed by their minutes.
+    smallest = min(steps.SIZES)
+    if minutes < smallest:
+        _common.note(f"--minutes {minutes:g}: the smallest size takes about {smallest:g} minutes")
     fitting_minutes = [size_minutes for size_minutes in steps.SIZES if size_minutes <= minutes]
-    return steps.SIZES[max(fitting_minutes, default=min(steps.SIZES))]
+    return steps.SIZES[max(fitting_minutes, default=smallest)]
 
 
 @dataclass
@@ -539,7 +542,7 @@ def _print_systems(results: dict[str, Any]) -> None:
     reranking = results["late_interaction"]
     mean_active_terms = results["active_terms"]  # nonzero entries of the vectors of SPLADE
     labels = {
-        FUSION: f"fusion ({_format_weights(results['fusion_weights'])})",
+        FUSION: f"fusion of these three ({_format_weights(results['fusion_weights'])})",
         RERANKED: (
             f"SPLADE + late interaction on its top {reranking['candidates']}, zero-shot MiniLM "
             f"tokens ({_format_weights(reranking['weights'])})"

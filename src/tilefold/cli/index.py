@@ -1110,6 +1110,8 @@ def _change_segments(
 
 def _read_ids(path: Path) -> list[str]:
     """Read the ids of documents from a file with an id per line."""
+    if not path.exists():
+        raise UsageError(f"--delete: expected a file with one id per line, got no file {path}.")
     text = _options.read_text(path, "--delete", "utf-8-sig")  # with or without a byte order mark
     # `splitlines` would also divide an id at other characters, such as a form feed.
     return [line for line in text.split("\n") if line.strip()]

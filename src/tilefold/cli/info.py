@@ -547,7 +547,8 @@ def _encoding_lines(plan: dict[str, Any]) -> list[str]:
     encoding = plan["encoding"]
     return [
         f"encoding {plan['documents']:,} documents of {plan['terms']:g} terms on one H200: "
-        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours",
+        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, "
+        f"{_common.format_duration(encoding['hours'] * 3600)}",
         f"  at most {encoding['vector_gigabytes_at_most']:.3g} GB of vectors, "
         f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index",
     ]

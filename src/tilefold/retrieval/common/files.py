@@ -90,9 +90,22 @@ def check_folder(folder: Path, manifest: str, expected: str) -> None:
     elif not folder.is_dir():
         got = "a file"
     else:
-        kinds = [kind for name, kind in _KINDS_OF_FOLDERS.items() if (folder / name).is_file()]
-        got = kinds[0] if kinds else f"a folder without {manifest}"
+        got = kind_of_folder(folder) or f"a folder without {manifest}"
     raise FileNotFoundError(f"{folder}: expected {expected}, got {got}.")
+
+
+def kind_of_folder(folder: Path) -> str | None:
+    """Return what a folder of tilefold is, and what reads it, for an error message.
+
+    Args:
+        folder: an existing folder.
+
+    Returns:
+        Words such as ``"an index, which tilefold search reads (--index)"``; None for a folder of
+        other files.
+    """
+    kinds = (kind for name, kind in _KINDS_OF_FOLDERS.items() if (folder / name).is_file())
+    return next(kinds, None)
 
 
 def read_json_object(path: Path, remedy: str) -> Json:
