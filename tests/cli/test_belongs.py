@@ -19,6 +19,7 @@ from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
 from tests.refusals import refused
 from tilefold.cli._common import CommandError
 from tilefold.cli._scores import NamedRun, check_has_results
+from tilefold.recipes._run import COMPLETE_FILE
 from tilefold.retrieval import Document, load_collection, read_trec_run, write_trec_run
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.evaluation.measures import choose_weights
@@ -343,6 +344,20 @@ def test_a_mistyped_path_asks_no_network(
             f"--model: there is no folder {name}" in refused.err
             or f"got the file {name}" in refused.err
         )
+
+
+def test_a_model_whose_training_was_interrupted_is_refused_with_its_step(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "model.training" / "checkpoint-25"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / COMPLETE_FILE).write_text('{"step": 25}')
+    model = tmp_path / "model"
+    refused = call("encode", "--model", model, "--data", work / "data", "--output", "never")
+    assert refused.code == 2
+    assert f"the training of {model} is unfinished, at step 25" in refused.err
 
 
 def test_a_name_that_is_no_folder_asks_the_hub_once(

@@ -78,6 +78,7 @@ def checked_model_name(name: str, option: str) -> str:
         return name
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
+    _refuse_unfinished_training(path, option)
     if _is_mistyped_path(name):
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     problem = _hub_problem(name)
@@ -87,6 +88,23 @@ def checked_model_name(name: str, option: str) -> str:
             f"{list_cached_models()}; train one with: tilefold train",
         )
     return name
+
+
+def _refuse_unfinished_training(folder: Path, option: str) -> None:
+    """Raise ``UsageError`` if the training of a model that does not exist has been interrupted.
+
+    Args:
+        folder: the folder that ``tilefold train`` writes when it has finished.
+        option: the option that names the model, for the message.
+    """
+    from tilefold.recipes.loading import newest_step
+
+    step = newest_step(folder)
+    if step is not None:
+        raise UsageError(
+            f"{option}: the training of {folder} is unfinished, at step {step}: run the same "
+            "tilefold train again to finish it.",
+        )
 
 
 def _check_model_folder(folder: Path, option: str) -> None:
