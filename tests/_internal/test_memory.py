@@ -1,12 +1,16 @@
-"""Free memory of a GPU."""
+"""Free memory of a GPU, and memory that is freed while other threads run."""
 
 from __future__ import annotations
+
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from tilefold._internal.cuda_graphs import GraphMemory
-from tilefold._internal.memory import free_device_bytes
+from tilefold._internal.memory import drop_memory, free_device_bytes
+from tilefold.retrieval.vectors.tokens import read_tensors, save_tensors
 
 N_BYTES = 256 << 20
 
@@ -29,3 +33,30 @@ def test_cached_memory_is_free_but_not_that_of_a_cuda_graph() -> None:
     assert free_device_bytes("cuda") < free_before - N_BYTES // 2
     graph.replay()
     assert small.tolist() == [0.0] * 8
+
+
+def test_other_threads_run_while_the_memory_of_a_file_is_dropped(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "vectors.safetensors", values=torch.zeros(N_BYTES, dtype=torch.uint8))
+    n_steps = 0
+    must_stop = threading.Event()
+
+    def count_steps() -> None:
+        nonlocal n_steps
+        while not must_stop.is_set():
+            n_steps += 1
+
+    counting = threading.Thread(target=count_steps)
+    counting.start()
+    try:
+        steps_of_attempts = []
+        for _ in range(10):  # a busy machine may run no other thread in the meantime
+            values = read_tensors(tmp_path / "vectors.safetensors", "values")["values"]
+            values += 1  # the process has memory of its own now, which takes long to free
+            n_before = n_steps
+            drop_memory([values])
+            steps_of_attempts.append(n_steps - n_before)
+            assert values.numel() == 0
+    finally:
+        must_stop.set()
+        counting.join()
+    assert max(steps_of_attempts) > 1000

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from tests.cli.program import run_cli
-from tests.recipes.small import SIZES, SPECIAL
+from tests.recipes.small import SIZES, SPECIAL, make_tokenizer_folder
 from tests.serve.running import Client, serving
 from tilefold import retrieval as r
+from tilefold._internal import vocabulary
 from tilefold._internal.vocabulary import TermNames, fill_missing_names, term_names_of
 from tilefold.modules import StaticQuery
 from tilefold.recipes.loading import load_saved
@@ -117,6 +118,19 @@ def test_missing_tokens_of_a_list_are_named_by_their_numbers() -> None:
 def test_names_are_cached_while_the_tokenizer_lives() -> None:
     tokenizer = gapped_tokenizer()
     assert term_names_of(tokenizer) is term_names_of(tokenizer)
+
+
+def test_a_vocabulary_that_is_read_token_by_token_is_that_of_get_vocab(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tokenizer_folder(tmp_path))
+    tokenizer.add_tokens(["zzyzx"])
+    assert vocabulary._read_token_by_token(tokenizer) == tokenizer.get_vocab()
+
+
+def test_a_vocabulary_with_gaps_is_not_read_token_by_token() -> None:
+    tokenizer = gapped_tokenizer()
+    assert vocabulary._read_token_by_token(tokenizer) is None
+    fingerprint = vocabulary.vocabulary_fingerprint(tokenizer)
+    assert fingerprint == vocabulary._digest(tokenizer.get_vocab())
 
 
 @pytest.mark.parametrize("export", ["jsonl", "opensearch", "vespa"])

@@ -175,6 +175,8 @@ def drop_memory(tensors: Iterable[torch.Tensor]) -> None:
     Memory that other tensors use too is not freed. Python holds the GIL while it deletes an object.
     All threads would wait while the system unmaps a large file, which may take long in a process on
     many cores. Functions of torch release the GIL, so one of them drops the last reference here.
+    The GIL is held nevertheless if Python has an object for the storage of a tensor, as
+    ``untyped_storage()`` creates it.
 
     Args:
         tensors: tensors that nothing reads any more.

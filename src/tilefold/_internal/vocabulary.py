@@ -35,9 +35,38 @@ def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
     n_tokens = len(tokenizer)
     cached_n_tokens, fingerprint = _fingerprints.get(tokenizer, (-1, ""))
     if cached_n_tokens != n_tokens:
-        fingerprint = _digest(get_vocab())
+        vocabulary = _read_token_by_token(tokenizer)
+        fingerprint = _digest(get_vocab() if vocabulary is None else vocabulary)
         _fingerprints[tokenizer] = (n_tokens, fingerprint)
     return fingerprint
+
+
+def _read_token_by_token(tokenizer: Any) -> dict[str, int] | None:
+    """Read the vocabulary of a tokenizer that the package `tokenizers` implements.
+
+    ``get_vocab`` holds the GIL until it has read all tokens, for 12 ms and more. A server that
+    loads another model could not answer requests meanwhile.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+
+    Returns:
+        token -> index, as ``get_vocab`` returns it. None if the tokenizer has another
+        implementation, or if its indices have gaps.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    defining_module = getattr(type(tokenizer).get_vocab, "__module__", "")
+    if backend is None or not defining_module.startswith("transformers.tokenization_utils"):
+        return None
+    vocabulary = {}
+    n_tokens = backend.get_vocab_size()
+    for index in range(n_tokens):
+        token = backend.id_to_token(index)
+        # Two tokens may have one index, of which the tokenizer returns one.
+        if token is None or backend.token_to_id(token) != index:
+            return None
+        vocabulary[token] = index
+    return vocabulary if len(vocabulary) == n_tokens else None
 
 
 def _digest(vocabulary: dict[str, int]) -> str:

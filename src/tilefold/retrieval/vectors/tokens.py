@@ -47,6 +47,8 @@ __all__ = [
 STORAGES = ("fp16", "int8")
 _DTYPES = {"fp16": torch.float16, "int8": torch.int8, "fp32": torch.float32}
 DENSE_STORAGES = ("fp32", *STORAGES)
+# A safetensors file begins with the length of its header, in this number of bytes.
+_LENGTH_BYTES = 8
 
 
 @dataclass
@@ -577,7 +579,7 @@ def read_tensors(path: Path, *names: str, optional: Sequence[str] = ()) -> dict[
         with safetensors_package().safe_open(str(path), framework="pt") as file:
             stored_names = set(file.keys())
             read_names = stored_names & {*names, *optional}
-            tensors = {name: file.get_tensor(name) for name in read_names}
+            tensors = _map_again(path, {name: file.get_tensor(name) for name in read_names})
     # safetensors raises an exception of its own, or OSError if the file is truncated.
     except Exception as error:
         raise DataError(
@@ -590,6 +592,38 @@ def read_tensors(path: Path, *names: str, optional: Sequence[str] = ()) -> dict[
                 f"{path}: expected a tensor {name!r}, got {sorted(stored_names)}. {REMEDY}",
             )
     return tensors
+
+
+def _map_again(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Map tensors of a safetensors file into memory by torch, in place of safetensors.
+
+    A server deletes the vectors of an old index while it answers requests. Python holds the GIL
+    while it unmaps the memory of safetensors, for which it has an object. It has none for that of
+    ``torch.from_file``, which is unmapped without the GIL.
+
+    Args:
+        path: the file, whose header safetensors has checked.
+        tensors: name -> the tensor as safetensors has mapped it.
+    """
+    file_bytes = torch.from_file(
+        str(path),
+        shared=False,
+        size=path.stat().st_size,
+        dtype=torch.uint8,
+    )
+    n_header_bytes = int.from_bytes(file_bytes[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    first_data_byte = _LENGTH_BYTES + n_header_bytes
+    header = json.loads(file_bytes[_LENGTH_BYTES:first_data_byte].numpy().tobytes())
+    mapped = {}
+    for name, tensor in tensors.items():
+        start, stop = (first_data_byte + offset for offset in header[name]["data_offsets"])
+        is_aligned = start % tensor.dtype.itemsize == 0  # as in all files that safetensors writes
+        if is_aligned:
+            view = file_bytes[start:stop].view(tensor.dtype).view(tensor.shape)
+            mapped[name] = view.detach()  # a view refers to all bytes of the file by its base
+        else:
+            mapped[name] = tensor
+    return mapped
 
 
 def _read_ids(path: Path) -> list[str]:
