@@ -468,7 +468,7 @@ def test_hits_of_late_interaction_are_explained_token_by_token(
     fails(
         call("search", query, *without_data, "--rerank", shared / "tokens", "--explain"),
         2,
-        "--explain: expected a searcher with the documents",
+        "got none; give the collection with --data",
     )
     many = ("search", "-", *places, "--rerank", shared / "tokens", "--explain")
     fails(call(*many, "--save-run", shared / "no.trec"), 2, "cannot be combined with --save-run")

@@ -485,6 +485,10 @@ FAILURES = [
         "nope: expected a folder of vectors, as tilefold encode writes",
     ),
     ("index --vectors INDEX --output i", "got an index, which tilefold search reads (--index)"),
+    (
+        "index --vectors TOKENS --output i",
+        "Index token vectors with tilefold index --backend late --tokens",
+    ),
     ("merge VECTORS WORDS --output m", "got an index, which tilefold search reads (--index)"),
     ("train --output m --data DATA --recipe splade-v3", "--negatives scores.parquet"),
     ("train --output m --data no-such-folder", "no-such-folder"),

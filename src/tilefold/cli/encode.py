@@ -441,7 +441,7 @@ class EncodeRequest(EncodingOptions, _retrievers.PassageOptions, DocumentFieldOp
 
 
 def encode(request: EncodeRequest) -> None:
-    """Encode a collection to sparse vectors, dense vectors, or token vectors (for --rerank).
+    """Encode a collection to sparse vectors, dense vectors, or token vectors (ColBERT).
 
     Run the same command again to resume an interrupted run. With --devices, or under torchrun,
     several processes share the work; the result is the same as with one process.

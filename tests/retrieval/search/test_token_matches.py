@@ -170,7 +170,7 @@ def test_an_index_without_late_interaction_is_refused() -> None:
 
 
 def test_a_searcher_without_documents_is_refused(searcher: r.Searcher, late: Any) -> None:
-    with pytest.raises(ValueError, match="explain: expected a searcher with the documents"):
+    with pytest.raises(ValueError, match="explain: expected the documents, whose tokens are shown"):
         r.Searcher(searcher.retriever.index, late).search("cats", r.SearchRequest(explain=True))
 
 

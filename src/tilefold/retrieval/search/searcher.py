@@ -636,8 +636,8 @@ class Searcher:
         if not self.documents:
             raise ArgumentError(
                 "explain",
-                "expected a searcher with the documents, whose tokens are shown, got none; pass "
-                "them as documents (--data).",
+                "expected the documents, whose tokens are shown, got none; give the collection "
+                "with --data (documents= of Searcher in Python).",
             )
 
     def encoded_item(self, vector_id: str, *, with_reranker: bool = False) -> str | Image:

@@ -88,7 +88,7 @@ class VectorManifest(Manifest):
     LAYOUT = "sparse"
     CONTENTS = "sparse vectors"
     OTHER_KIND_REMEDY = (
-        "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
+        "Index token vectors with tilefold index --backend late --tokens, or rerank with --rerank."
     )
     IDENTITY = ("vocab_size", "fingerprint", "model_name", "kind")
 
