@@ -403,6 +403,12 @@ USAGE = [
     ("recipes spladee", "got 'spladee'. Did you mean 'splade'?"),
     ("train --recipe splade-v4 --data DATA --output m", "Did you mean 'splade-v3'?"),
     ("train --data CORPUS --output m", "training needs pairs of a query and a document"),
+    (
+        "train --output m --set learning_rat=1 --data DATA",
+        "negatives, idf_learning_rate, frozen_layers, start_percentile, group_by_length, "
+        "split_vocabulary. Did you mean 'learning_rate'?",
+    ),
+    ("bench lsr --quick", "got 'lsr'. Did you mean 'lsr_head'?"),
     ("train --learning-rate 1e-4", "No such option: --learning-rate; here it is --lr"),
     ("search x --top-k 5", "No such option: --top-k; here it is --k"),
     (

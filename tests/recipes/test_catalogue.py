@@ -241,6 +241,9 @@ def test_the_page_and_the_needs_of_recipes_are_those_of_the_catalogue() -> None:
     assert get_recipe("splade-v3").needs == ("pairs", "negatives", "scores")
     assert get_recipe("splade-doc", seed=3).seed == 3
     refused(ValueError, "recipe must be one of splade, ", get_recipe, "spladee")
+    refused(ValueError, r"got 'spladee'\. Did you mean 'splade'\?", get_recipe, "spladee")
+    message = "Did you mean 'batch_size'"
+    refused(ValueError, message, get_recipe, "splade", batchsize=3)
 
 
 def test_a_dead_model_stops_the_training_with_a_remedy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, MappingView, Set
+from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
     "list_of_texts",
     "path_of",
     "sorted_token_ids",
+    "suggestion",
 ]
 
 
@@ -228,6 +230,25 @@ def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     # Values that are not strings are refused first, since a list cannot be looked up in a set.
     if not isinstance(value, str) or value not in allowed:
         raise ArgumentError(name, f"expected one of {', '.join(allowed)}, got {value!r}.")
+
+
+def suggestion(value: object, names: Iterable[str]) -> str:
+    """Return the end of an error message for a misspelled name.
+
+    Args:
+        value: the unknown name.
+        names: the known names.
+
+    Returns:
+        ``" Did you mean 'splade'?"`` with the most similar name, or the first one that begins with
+        the unknown name; empty if there is none.
+    """
+    text = str(value)
+    known = list(names)
+    similar = get_close_matches(text, known, n=1)
+    if not similar and text:
+        similar = [name for name in known if name.startswith(text)]
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilefold import testing
+from tilefold._internal.arguments import suggestion
 
 OPERATORS = ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention")
 Phase = Literal["forward", "forward_backward"]
@@ -676,6 +677,8 @@ def get_spec(op: str) -> BenchSpec:
         ValueError: for an operator that has no benchmark.
     """
     if op not in OPERATORS:
-        raise ValueError(f"op must be one of {', '.join(OPERATORS)}, got {op!r}.")
+        raise ValueError(
+            f"op must be one of {', '.join(OPERATORS)}, got {op!r}.{suggestion(op, OPERATORS)}",
+        )
     spec: BenchSpec = importlib.import_module(f"{__package__}.{op}").SPEC
     return spec

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -19,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo, ParameterInfo
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, suggestion
 from tilefold._internal.precision import Dtype
 from tilefold._internal.termination import TERMINATED
 from tilefold._version import __version__
@@ -345,10 +344,9 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
     """Raise ``UsageError`` unless the value of an option is one of `allowed`, or None."""
     choices = tuple(allowed)
     if value is not None and value not in choices:
-        similar = get_close_matches(value, choices, n=1)
-        suggestion = f" Did you mean {similar[0]!r}?" if similar else ""
         raise UsageError(
-            f"{option}: expected one of {', '.join(choices)}, got {value!r}.{suggestion}",
+            f"{option}: expected one of {', '.join(choices)}, got {value!r}."
+            f"{suggestion(value, choices)}",
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tilefold._internal.arguments import suggestion
 from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import UsageError, note
 from tilefold.cli._options import (
@@ -939,7 +940,8 @@ def _apply_assignment(recipe: dict[str, Any], assignment: str) -> None:
     if not equals_sign or not field:
         raise UsageError(f"--set: expected FIELD=VALUE, got {assignment!r}.")
     unknown_field_error = UsageError(
-        f"--set: there is no field {path!r}; the fields are {', '.join(recipe)}.",
+        f"--set: there is no field {path!r}; the fields are {', '.join(recipe)}."
+        f"{suggestion(path, recipe)}",
     )
     settings: Any = recipe
     for name in parent_names:

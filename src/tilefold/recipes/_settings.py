@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, suggestion
 
 Validator = Callable[..., None]
 """Validator of a field: ``validate(name, value, optional=False)`` raises a ``ValueError``."""
@@ -165,7 +165,10 @@ class Settings:
         names = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - names)
         if unknown:
-            raise ValueError(f"unknown recipe fields {unknown}; the fields are {sorted(names)}.")
+            raise ValueError(
+                f"unknown recipe fields {unknown}; the fields are {sorted(names)}."
+                f"{suggestion(unknown[0], sorted(names))}",
+            )
         return cls(**values)
 
 

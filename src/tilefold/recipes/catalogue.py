@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tilefold._internal.arguments import suggestion
 from tilefold.recipes._settings import Settings
 from tilefold.recipes._training import TrainResult, train
 from tilefold.recipes.colbert import ColbertRecipe
@@ -101,7 +102,9 @@ def get_recipe(name: str, **overrides: Any) -> Config:
         64
     """
     if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
+        raise ValueError(
+            f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.{suggestion(name, RECIPES)}",
+        )
     recipe = RECIPES[name].recipe
     return type(recipe).from_dict(recipe.to_dict() | overrides)
 
