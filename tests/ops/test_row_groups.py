@@ -10,23 +10,22 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize
 
 from tests.refusals import refused
-from tilefold.ops._shared import fallback, row_groups
+from tilefold.ops._shared import fallback, row_groups, row_probes, row_products, rowwise
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.ordered_product import can_order_products, ordered_product
 from tilefold.ops._shared.row_groups import (
     LinearLayers,
     RowGroup,
-    apply_rowwise,
     filled_row_count,
     group_rows,
     grouped_linear,
     grouping_rows,
     is_row_grouping_enabled,
-    normalize_rows,
     padded_row_count,
     usable_sizes,
 )
+from tilefold.ops._shared.rowwise import apply_rowwise, normalize_rows
 
 SIZES = (4, 8, 16, 32)
 
@@ -97,7 +96,8 @@ def test_autocast_decides_the_dtype() -> None:
 def _without_probes(monkeypatch: pytest.MonkeyPatch, multiply: object) -> None:
     """Replace the product, and forget which sizes were usable before."""
     _forget_sizes()
-    monkeypatch.setattr(row_groups, "_multiply", multiply)
+    for module in (row_groups, row_probes):
+        monkeypatch.setattr(module, "multiply_rows", multiply)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def forgotten_sizes() -> Iterator[None]:
 
 
 def _forget_sizes() -> None:
-    row_groups._probe_of.cache_clear()
+    row_probes.probe_of.cache_clear()
     row_groups._groups_with_equal_bits.cache_clear()
 
 
@@ -137,7 +137,7 @@ def test_large_groups_are_divided_in_place_of_padding(
 
 
 def test_groups_of_a_gpu_with_few_rows_have_small_sizes() -> None:
-    sizes = row_groups._GPU_SIZES
+    sizes = row_probes.GPU_SIZES
     free_padding = row_groups._GPU_FREE_PADDING
     for n_rows, expected in (
         (1, [16]),
@@ -154,7 +154,7 @@ def test_few_rows_are_padded_to_the_number_that_takes_the_least_time(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
 
     def differs_for_few_rows_of_wide_weights(
         rows: Tensor,
@@ -174,7 +174,7 @@ def test_few_rows_are_padded_to_the_number_that_takes_the_least_time(
     # The wide layer cannot multiply fewer than 128 rows, and padding them takes more time than the
     # narrow one saves.
     assert padded_row_count([narrow, wide], 1) == 128
-    monkeypatch.setattr(row_groups, "_FP32_PADDING_TIME", 100)
+    monkeypatch.setattr(row_probes, "_FP32_PADDING_TIME", 100)
     assert padded_row_count([narrow, wide], 1) == 16
 
 
@@ -182,7 +182,7 @@ def test_rows_are_padded_to_a_number_that_layers_multiply_in_several_groups(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
 
     def differs_by_position_in_many_rows(
         rows: Tensor,
@@ -205,7 +205,7 @@ def test_sizes_with_other_bits_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
 
     def differs_below_16(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         products = multiply(rows, weight, bias)
@@ -223,7 +223,7 @@ def test_a_size_is_not_used_if_the_memory_is_too_small_for_its_test(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
 
     def lacks_memory(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if rows.size(0) in (1024, 2048):
@@ -280,7 +280,7 @@ def test_sizes_whose_rows_depend_on_their_position_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
 
     def differs_in_later_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         products = multiply(rows, weight, bias)
@@ -294,27 +294,28 @@ def test_sizes_whose_rows_depend_on_their_position_are_not_used(
 
 def _order_products(monkeypatch: pytest.MonkeyPatch, ordered_product: object) -> None:
     """Let fewer than 512 rows of a library have other bits, and replace the ordered product."""
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
 
     def differs_below_512(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         products = multiply(rows, weight, bias)
         return products * (1 + 2**-20) if rows.size(0) < 512 else products
 
     _without_probes(monkeypatch, differs_below_512)
-    monkeypatch.setattr(row_groups, "can_order_products", lambda dtype, device, n_inputs: True)
-    monkeypatch.setattr(row_groups, "ordered_product", ordered_product)
+    monkeypatch.setattr(row_probes, "can_order_products", lambda dtype, device, n_inputs: True)
+    for module in (row_groups, row_probes):
+        monkeypatch.setattr(module, "ordered_product", ordered_product)
 
 
 def test_few_rows_are_multiplied_in_the_order_of_large_products(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,
 ) -> None:
-    multiply = row_groups._multiply
+    multiply = row_products.multiply_rows
     numbers_of_rows = []
 
     def large_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         numbers_of_rows.append(rows.size(0))
-        return multiply(row_groups._padded(rows, 512), weight, bias)[: rows.size(0)]
+        return multiply(row_products.pad_rows(rows, 512), weight, bias)[: rows.size(0)]
 
     _order_products(monkeypatch, large_product)
     rows, weight, bias = torch.randn(600, 64), torch.randn(8, 64), torch.randn(8)
@@ -420,7 +421,7 @@ def test_ordered_products_need_asynchronous_copies(monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def forgotten_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Least numbers of rows that a test finds are forgotten after it."""
-    monkeypatch.setattr(row_groups, "_least_numbers", {})
+    monkeypatch.setattr(rowwise, "_least_numbers", {})
 
 
 def test_few_rows_are_padded_if_sums_of_few_rows_have_other_bits(forgotten_numbers: None) -> None:

@@ -32,7 +32,7 @@ from tilefold.integrations.sentence_transformers.packing import accelerate as pa
 from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.streaming import stream
 from tilefold.integrations.transformers.packed import LONGEST_NAMES
-from tilefold.ops._shared import row_groups
+from tilefold.ops._shared import row_groups, row_probes, rowwise
 from tilefold.ops.implementations import SWITCH
 
 _WORDS = [
@@ -224,8 +224,8 @@ def test_a_text_of_one_token_has_the_same_bits_alone_in_a_gated_network(tmp_path
 
 def _pad_to_16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let norms pad fewer than 16 rows, as on GPUs."""
-    monkeypatch.setattr(row_groups, "_least_numbers", {})
-    monkeypatch.setattr(row_groups, "_least_number_of_rows", lambda function, kind: 16)
+    monkeypatch.setattr(rowwise, "_least_numbers", {})
+    monkeypatch.setattr(rowwise, "_least_number_of_rows", lambda function, kind: 16)
 
 
 def test_norms_of_few_rows_are_padded(
@@ -254,13 +254,13 @@ def test_vectors_of_few_texts_are_normalized_with_padding(
 ) -> None:
     _pad_to_16_rows(monkeypatch)
     numbers_of_rows = []
-    stock_normalize = row_groups._normalize
+    stock_normalize = rowwise._normalize
 
     def count_rows(rows: Tensor) -> Tensor:
         numbers_of_rows.append(len(rows))
         return stock_normalize(rows)
 
-    monkeypatch.setattr(row_groups, "_normalize", count_rows)
+    monkeypatch.setattr(rowwise, "_normalize", count_rows)
     texts = ["a card", "", "a lost card of the list"]
     model = _dense_model(dense_folder)
     expected = model.encode(texts, normalize_embeddings=True)
@@ -317,15 +317,15 @@ def test_few_tokens_of_a_gpu_are_padded_to_a_number_that_all_small_layers_multip
         128,
         300,
     ]
-    is_usable = row_groups._Probe.is_usable
+    is_usable = row_probes.SizeProbe.is_usable
 
-    def is_usable_or_wide(probe: row_groups._Probe, size: int) -> bool:
+    def is_usable_or_wide(probe: row_probes.SizeProbe, size: int) -> bool:
         is_refused = size < 128 and probe._kind.n_outputs > probe._kind.n_inputs
         return not is_refused and is_usable(probe, size)
 
     uncached = row_groups._fastest_row_count.__wrapped__
     monkeypatch.setattr(row_groups, "_fastest_row_count", uncached)
-    monkeypatch.setattr(row_groups._Probe, "is_usable", is_usable_or_wide)
+    monkeypatch.setattr(row_probes.SizeProbe, "is_usable", is_usable_or_wide)
     assert [forward.padded_token_count(count) for count in (1, 33, 129)] == [128, 128, 256]
 
 
@@ -369,7 +369,7 @@ def test_norms_of_one_name_and_other_modules_are_compared_separately(
         norm_class = type("RMSNorm", (nn.RMSNorm,), {"__module__": module})
         with torch.no_grad():
             InvariantNorm(norm_class(8))(torch.ones(3, 8))
-    assert len(row_groups._least_numbers) == 2
+    assert len(rowwise._least_numbers) == 2
 
 
 def test_norms_that_run_as_one_kernel_keep_the_bits(
@@ -381,10 +381,10 @@ def test_norms_that_run_as_one_kernel_keep_the_bits(
     model = build_tiny_splade("llama", tokenizer_folder)
     expected = model.encode(_WORDS).to_dense()
     accelerate(model, invariant=True)
-    monkeypatch.setattr(row_groups, "_least_numbers", {})
+    monkeypatch.setattr(rowwise, "_least_numbers", {})
     _assert_invariant(lambda texts: encode_sparse(model, texts).to_dense())
-    assert all("in one kernel" in kind.name for kind in row_groups._least_numbers)
-    assert row_groups._least_numbers
+    assert all("in one kernel" in kind.name for kind in rowwise._least_numbers)
+    assert rowwise._least_numbers
     assert_close(model.encode(_WORDS).to_dense(), expected, FP32_BUDGET)
 
 

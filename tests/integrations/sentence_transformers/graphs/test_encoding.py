@@ -38,7 +38,7 @@ from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
     EncodingGraph,
     GraphSize,
 )
-from tilefold.ops._shared import row_groups
+from tilefold.ops._shared import row_groups, row_probes
 from tilefold.ops.lsr_head import rows_of_scores
 from tilefold.pipeline.rows import RowCapacityError, unpack_capacity_rows
 from tilefold.retrieval.encoding.sparse import encode_batch
@@ -328,12 +328,12 @@ def test_graphs_of_an_invariant_model_have_the_number_of_tokens_that_suits_its_d
     monkeypatch: pytest.MonkeyPatch,
     tokenizer_folder: Path,
 ) -> None:
-    def prefer_few_rows_in_bf16(probe: row_groups._Probe, size: int) -> int:
+    def prefer_few_rows_in_bf16(probe: row_probes.SizeProbe, size: int) -> int:
         return size if probe._kind.dtype == torch.bfloat16 else -size
 
     uncached = row_groups._fastest_row_count.__wrapped__
     monkeypatch.setattr(row_groups, "_fastest_row_count", uncached)
-    monkeypatch.setattr(row_groups._Probe, "time_of_few_rows", prefer_few_rows_in_bf16)
+    monkeypatch.setattr(row_probes.SizeProbe, "time_of_few_rows", prefer_few_rows_in_bf16)
     model = with_graphs(build_dense(tokenizer_folder), invariant=True)
     for dtype, n_tokens in (("bf16", 16), ("fp32", 256)):
         set_precision(model, dtype)

@@ -1,0 +1,67 @@
+"""Products of rows by the library that is the fastest for many rows, and rows that are padded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.internals import (
+    can_use_onednn_linear,
+    has_onednn_linear,
+    onednn_linear,
+)
+
+__all__ = ["multiply_rows", "pad_rows", "refuse_capture"]
+
+# Alignment of the rows of a product in bytes: libraries also choose kernels by it.
+_ALIGNMENT = 64
+
+
+def multiply_rows(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute one product by the library that is the fastest for many rows.
+
+    Args:
+        rows: ``[size, K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+        out: ``[size, N]``, contiguous; by default a new tensor.
+
+    Returns:
+        The product ``[size, N]``; ``out`` if it is not None.
+    """
+    is_on_cpu = rows.device.type == "cpu"
+    if is_on_cpu and can_use_onednn_linear(rows, weight, bias) and has_onednn_linear():
+        product = onednn_linear(rows, weight, bias)
+        return product if out is None else out.copy_(product)
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    return torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def pad_rows(rows: Tensor, size: int) -> Tensor:
+    """Return rows ``[n, K]`` with zeros after them, ``[size, K]``, contiguous and aligned."""
+    is_aligned = rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0
+    if rows.size(0) == size and is_aligned:
+        return rows
+    padded = rows.new_zeros(size, rows.size(1))
+    padded[: rows.size(0)] = rows
+    return padded
+
+
+def refuse_capture(device: torch.device, operation: str) -> None:
+    """Raise ``RuntimeError`` if a CUDA graph is captured, which cannot read results.
+
+    Args:
+        device: the device of the operation.
+        operation: description of the first operation of its kind, for the error.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "numbers of rows must be compared before a CUDA graph is captured, got the first "
+            f"{operation} in a capture; encode a text before.",
+        )
