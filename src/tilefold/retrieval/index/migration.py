@@ -290,7 +290,7 @@ class Migration:
 
     @property
     def unit(self) -> str:
-        """What the index has a vector for: ``"documents"``, or the ``"passages"`` of documents."""
+        """Name of the texts with one vector each: ``"documents"`` or ``"passages"``."""
         has_passages = _passages_of(read_description(self.index)) is not None
         return "passages" if has_passages else "documents"
 
