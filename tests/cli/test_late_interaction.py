@@ -32,6 +32,7 @@ def test_training_and_encoding_again_report_what_is_there(
     trained = call(*same, *small, "--json")
     result = json.loads(trained.out)
     assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
+    assert "then index them with --backend late, or rerank" in call(*same, *small).out
     fails(call(*same, *small, "--query-length", "16"), 1, "differs in query_length")
     again = ("encode", "--model", shared / "late", "--data", shared / "data", "--shard-size", "10")
     actual = json.loads(call(*again, "--output", shared / "tokens", "--json").out)

@@ -678,7 +678,7 @@ def _describe_next_command(request: TrainRequest, *, trains_token_vectors: bool)
         "TOKENS" if trains_token_vectors else "VECTORS",
     )
     if trains_token_vectors:
-        return f"{encode}, then search or evaluate with --rerank TOKENS"
+        return f"{encode}, then index them with --backend late, or rerank with --rerank TOKENS"
     return encode
 
 
