@@ -35,6 +35,13 @@ def test_cached_memory_is_free_but_not_that_of_a_cuda_graph() -> None:
     assert small.tolist() == [0.0] * 8
 
 
+def test_memory_is_dropped_after_a_tensor_without_storage() -> None:
+    sparse = torch.eye(3).to_sparse()
+    dense = torch.randn(4)
+    drop_memory([sparse, dense])
+    assert dense.numel() == 0
+
+
 def test_other_threads_run_while_the_memory_of_a_file_is_dropped(tmp_path: Path) -> None:
     save_tensors(tmp_path / "vectors.safetensors", values=torch.zeros(N_BYTES, dtype=torch.uint8))
     n_steps = 0

@@ -201,6 +201,33 @@ def test_rows_are_padded_to_a_number_that_layers_multiply_in_several_groups(
     assert padded_row_count([layers], 129) == 256
 
 
+def test_a_bias_may_be_strided_or_expanded() -> None:
+    rows, weight, bias = torch.randn(5, 16), torch.randn(8, 16), torch.randn(16)
+    assert torch.equal(
+        grouped_linear(rows, weight, bias[::2]),
+        grouped_linear(rows, weight, bias[::2].clone()),
+    )
+    assert torch.equal(
+        grouped_linear(rows, weight, bias[:1]),
+        grouped_linear(rows, weight, bias[:1].expand(8).clone()),
+    )
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        pytest.param((torch.randn(4, 8), torch.randn(6, 16), None), id="another K"),
+        pytest.param((torch.randn(4, 8), torch.randn(6, 8).bfloat16(), None), id="another dtype"),
+        pytest.param((torch.randn(4, 8), torch.randn(6, 8), torch.randn(5)), id="another bias"),
+    ],
+)
+def test_operands_that_do_not_fit_together_raise_the_error_of_torch(
+    operands: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    with pytest.raises(RuntimeError):
+        grouped_linear(*operands)
+
+
 def test_sizes_with_other_bits_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     forgotten_sizes: None,

@@ -186,4 +186,6 @@ def drop_memory(tensors: Iterable[torch.Tensor]) -> None:
     # Buffers that a forward created, such as rotary frequencies, may only be changed in this mode.
     with torch.inference_mode():
         for tensor in tensors:
-            tensor.set_(tensor.new_empty(0).untyped_storage())
+            # Sparse and quantized tensors have no storage that can be replaced, and stay.
+            with contextlib.suppress(RuntimeError):
+                tensor.set_(tensor.new_empty(0).untyped_storage())

@@ -20,6 +20,7 @@ from tests.retrieval.vectors.token_vectors import (
 )
 from tilefold import retrieval as r
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.vectors import tokens
 
 
 @pytest.mark.parametrize(
@@ -203,3 +204,36 @@ def test_sparse_vectors_are_not_read_or_overwritten_as_token_vectors(
 def test_vectors_of_another_storage_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected D=16 in torch.float16"):
         write_store([random_token_vectors([3], "int8")], tmp_path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "values.safetensors"
+    save_file({"values": torch.zeros(4, dtype=torch.float16)}, path)
+    map_again = tokens._map_again
+
+    def replace_and_map(path: Path, tensors: Any) -> Any:
+        save_file({"values": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "new.safetensors")
+        (tmp_path / "new.safetensors").replace(path)
+        return map_again(path, tensors)
+
+    monkeypatch.setattr(tokens, "_map_again", replace_and_map)
+    with pytest.raises(DataError, match="another file replaced it"):
+        tokens.read_tensors(path, "values")
+
+
+def test_tensors_of_a_file_are_those_of_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "values.safetensors"
+    stored = {
+        "values": torch.randn(5, 3).half(),
+        "scales": torch.rand(5),
+        "empty": torch.zeros(0, 7),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+    }
+    save_file(stored, path)
+    read = tokens.read_tensors(path, *stored)
+    for name, tensor in stored.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)

@@ -36,9 +36,9 @@ def ordered_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """Compute ``rows @ weight.T + bias`` in fp32, adding the terms of a sum in the order of K.
 
     Args:
-        rows: ``[M, K]``, contiguous, with M > 0.
+        rows: ``[M, K]``, contiguous, with M from 1 to 1,048,560 and fewer than 2^31 elements.
         weight: ``[N, K]``, contiguous, with N > 0.
-        bias: ``[N]`` or None.
+        bias: ``[N]``, contiguous, or None.
 
     Returns:
         ``[M, N]``.

@@ -95,10 +95,10 @@ class LinearLayers(NamedTuple):
 
 @contextmanager
 def grouping_rows(enabled: bool = True) -> Iterator[None]:
-    """Let operators of this thread multiply rows in groups while the context is open.
+    """Let operators of the current context multiply rows in groups until the block ends.
 
     Args:
-        enabled: False changes nothing.
+        enabled: False keeps the setting of an outer block.
     """
     token = _row_grouping.set(enabled or _row_grouping.get())
     try:
@@ -108,7 +108,7 @@ def grouping_rows(enabled: bool = True) -> Iterator[None]:
 
 
 def is_row_grouping_enabled() -> bool:
-    """Return whether operators of this thread multiply rows in groups."""
+    """Return whether operators of the current context multiply rows in groups."""
     return _row_grouping.get()
 
 
@@ -173,7 +173,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         ``[..., N]``.
 
     Raises:
-        RuntimeError: if the device multiplies equal rows differently in one product.
+        RuntimeError: if the device multiplies equal rows differently in one product, or if the
+            first product of a shape is in the capture of a CUDA graph.
 
     Examples:
         >>> import torch
@@ -187,9 +188,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         rows = rows.to(dtype)
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    n_outputs, n_inputs = weight.shape
-    outputs = grouped_product(rows.reshape(-1, n_inputs), weight, bias)
-    return outputs.view(*rows.shape[:-1], n_outputs)
+    n_rows = math.prod(rows.shape[:-1])
+    outputs = grouped_product(rows.reshape(n_rows, rows.size(-1)), weight, bias)
+    return outputs.view(*rows.shape[:-1], weight.size(0))
 
 
 def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -197,7 +198,9 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
     A library chooses its kernel, and so the order of additions, by the number of rows. Rows are
     therefore multiplied in groups of sizes that were tested to give equal bits, and a group with
-    fewer rows is padded with zeros. The product has no gradient.
+    fewer rows is padded with zeros. A few fp32 rows on a GPU are multiplied by
+    :func:`ordered_product` instead, if it gives the bits of the library. The product has no
+    gradient.
 
     Args:
         rows: ``[T, K]``.
@@ -206,17 +209,23 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
     Returns:
         ``[T, N]``.
+
+    Raises:
+        RuntimeError: if the operands do not fit together, or as :func:`grouped_linear`.
     """
     if torch.is_grad_enabled():  # writing into `out` is an error while autograd records
         with torch.no_grad():
             return grouped_product(rows, weight, bias)
+    if not _fit_together(rows, weight, bias):
+        return multiply_rows(rows, weight, bias)  # raises the error of torch
     weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.expand(weight.size(0)).contiguous()
     n_rows = rows.size(0)
     groups = _groups_with_equal_bits(n_rows, product_kind_of(weight, bias is not None))
     if len(groups) == 1:  # the product is the result, without a copy
         size = groups[0].size
         if groups[0].is_ordered:
-            # Our kernel adds in the order of K, as the library does for many rows.
             return ordered_product(pad_rows(rows, size), weight, bias)
         product = multiply_rows(pad_rows(rows, size), weight, bias)
         return product if size == n_rows else product[:n_rows]
@@ -232,6 +241,20 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return outputs
 
 
+def _fit_together(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether operands of a product have one dtype, one device and the same K.
+
+    Args:
+        rows: ``[T, K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+    """
+    others = [weight] if bias is None else [weight, bias]
+    return rows.size(-1) == weight.size(-1) and all(
+        other.dtype == rows.dtype and other.device == rows.device for other in others
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _groups_with_equal_bits(n_rows: int, kind: ProductKind) -> list[RowGroup]:
     """Divide rows into groups of sizes whose products have the same bits in equal rows.
@@ -245,7 +268,8 @@ def _groups_with_equal_bits(n_rows: int, kind: ProductKind) -> list[RowGroup]:
         kind: shape, dtype and device of the weight.
     """
     probe = probe_of(kind)
-    if 0 < n_rows <= MOST_ORDERED_ROWS and probe.is_order_usable:
+    has_outputs = n_rows > 0 and kind.n_outputs > 0
+    if has_outputs and n_rows <= MOST_ORDERED_ROWS and probe.is_order_usable:
         return [RowGroup(0, n_rows, n_rows, is_ordered=True)]
     is_on_cpu = kind.device.type == "cpu"
     free_padding = 0 if is_on_cpu else _GPU_FREE_PADDING

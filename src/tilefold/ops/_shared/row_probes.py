@@ -16,7 +16,7 @@ from torch import Tensor
 from tilefold.ops._shared.fallback import KernelUnavailableError, warn_and_record_failure
 from tilefold.ops._shared.internals import cpu_matmul_precision, matmul_precision
 from tilefold.ops._shared.ordered_product import can_order_products, ordered_product
-from tilefold.ops._shared.row_products import multiply_rows, refuse_capture
+from tilefold.ops._shared.row_products import multiply_rows, refuse_probe_in_capture
 
 __all__ = [
     "FEW_GPU_ROWS",
@@ -34,10 +34,10 @@ __all__ = [
 
 
 def _candidate_sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
-    """Return sizes that grow in equal steps at first, and then by a share of their double.
+    """Return sizes that grow in equal steps at first, and then by `steps` sizes per doubling.
 
-    Sizes up to ``2 * steps * smallest`` are the multiples of `smallest`. Above, there are `steps`
-    sizes in each doubling, so that a size exceeds the one before it by at most ``1 / steps``.
+    Sizes up to ``2 * steps * smallest`` are the multiples of `smallest`. Above, a size exceeds the
+    one before it by at most ``1 / steps``.
 
     Args:
         smallest: the smallest size.
@@ -55,7 +55,8 @@ def _candidate_sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]
 # Candidates for the number of rows of a product, by the type of the device. On CPUs, the time of a
 # product of few rows follows their number.
 _CPU_SIZES = _candidate_sizes(smallest=2, largest=4096, steps=8)
-# A GPU multiplies this number of rows by a small weight in 16 bits about as fast as one row.
+# In 16 bits, a GPU multiplies this number of rows by a small weight about as fast as one row. More
+# rows are padded to multiples of it.
 LEAST_GPU_ROWS = 256
 # In fp32 and with large weights, fewer rows take less time, but their kernels may give other bits.
 FEW_GPU_ROWS = (16, 32, 64, 128)
@@ -76,11 +77,11 @@ _CANCELLING_BIAS_SCALE = 2.0**-14
 _FP32_PADDING_TIME = 1 << 27
 _HALF_PADDING_TIME = 1 << 31
 _HALF_BYTES = 2
-# Up to this number of rows, a product that adds in the order of K takes no more time than that of a
-# library, which would need more rows for the same bits.
+# Up to this number of rows are multiplied by our kernel that adds in the order of K. It usually
+# takes less time than the smallest product of the library with the same bits.
 MOST_ORDERED_ROWS = 128
-# Its name in a warning, and what runs in its place.
-_ORDERED = "the product of few rows of invariant=True"
+# The name of this kernel in the warning that it cannot be built, and what runs in its place.
+_ORDERED_PRODUCT_NAME = "the product of few rows of invariant=True"
 _PADDED_INSTEAD = "Few rows are padded instead: the same bits, several times slower."
 
 
@@ -244,7 +245,7 @@ class SizeProbe:
         try:
             product = ordered_product(rows, weight, bias)
         except KernelUnavailableError as error:
-            warn_and_record_failure(_ORDERED, kind.device, str(error), _PADDED_INSTEAD)
+            warn_and_record_failure(_ORDERED_PRODUCT_NAME, kind.device, str(error), _PADDED_INSTEAD)
             return False
         return torch.equal(product, self._expected)
 
@@ -284,7 +285,7 @@ class SizeProbe:
             RuntimeError: if a CUDA graph is being captured.
         """
         kind = self._kind
-        refuse_capture(
+        refuse_probe_in_capture(
             kind.device,
             f"product of {size} rows with a weight of shape [{kind.n_outputs}, {kind.n_inputs}]",
         )

@@ -11,7 +11,7 @@ from tilefold.ops._shared.internals import (
     onednn_linear,
 )
 
-__all__ = ["multiply_rows", "pad_rows", "refuse_capture"]
+__all__ = ["multiply_rows", "pad_rows", "refuse_probe_in_capture"]
 
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
 _ALIGNMENT = 64
@@ -53,15 +53,21 @@ def pad_rows(rows: Tensor, size: int) -> Tensor:
     return padded
 
 
-def refuse_capture(device: torch.device, operation: str) -> None:
-    """Raise ``RuntimeError`` if a CUDA graph is captured, which cannot read results.
+def refuse_probe_in_capture(device: torch.device, operation: str) -> None:
+    """Raise ``RuntimeError`` during the capture of a CUDA graph.
+
+    A probe reads the results of products, which do not exist during a capture.
 
     Args:
-        device: the device of the operation.
+        device: the device of the probe.
         operation: description of the first operation of its kind, for the error.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    if is_capturing:
         raise RuntimeError(
             "numbers of rows must be compared before a CUDA graph is captured, got the first "
-            f"{operation} in a capture; encode a text before.",
+            f"{operation} in a capture; call it once before the capture.",
         )

@@ -2,7 +2,7 @@
 
 Sums along the columns of a row depend on the number of rows only if there are few of them. So few
 rows are padded to a least number. Before it is used for the first time, matrices of this number of
-rows and of larger numbers are compared, which repeat the same random rows.
+rows and of larger numbers, up to 1,024, are compared, which repeat the same random rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tilefold.ops._shared.row_probes import N_RANDOM_ROWS, ROW_SHIFT, random_row_indices
-from tilefold.ops._shared.row_products import pad_rows, refuse_capture
+from tilefold.ops._shared.row_products import pad_rows, refuse_probe_in_capture
 
 __all__ = ["apply_rowwise", "normalize_rows"]
 
@@ -35,12 +35,14 @@ class _FunctionKind(NamedTuple):
         n_columns: the number of columns of the rows.
         dtype: the dtype of the rows.
         device: the device.
+        n_threads: the number of threads of a CPU, which may divide a long row; 0 for other devices.
     """
 
     name: str
     n_columns: int
     dtype: torch.dtype
     device: torch.device
+    n_threads: int
 
 
 # The least numbers of rows of functions.
@@ -85,7 +87,13 @@ def apply_rowwise(function: Callable[[Tensor], Tensor], rows: Tensor, name: str)
     """
     packed_rows = rows.reshape(-1, rows.size(-1))
     n_rows = packed_rows.size(0)
-    kind = _FunctionKind(name, rows.size(-1), rows.dtype, rows.device)
+    kind = _FunctionKind(
+        name=name,
+        n_columns=rows.size(-1),
+        dtype=rows.dtype,
+        device=rows.device,
+        n_threads=torch.get_num_threads() if rows.device.type == "cpu" else 0,
+    )
     n_least = _least_numbers.get(kind)
     if n_least is None:
         n_least = _least_number_of_rows(function, kind)
@@ -97,10 +105,10 @@ def apply_rowwise(function: Callable[[Tensor], Tensor], rows: Tensor, name: str)
 
 @torch.no_grad()
 def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionKind) -> int:
-    """Return the least number of rows for which, and for all larger numbers, a row has equal bits.
+    """Return the least number of rows from which on a row has equal bits.
 
     Candidates are tested with random rows, repeated in matrices of this number of rows and of
-    larger numbers.
+    larger numbers up to 1,024. Still more rows are taken to behave like 1,024.
 
     Args:
         function: computes a row of its result from each row of a matrix.
@@ -109,7 +117,7 @@ def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionK
     Raises:
         RuntimeError: if there is no such number.
     """
-    refuse_capture(kind.device, f"{kind.name} of rows with {kind.n_columns} columns")
+    refuse_probe_in_capture(kind.device, f"{kind.name} of rows with {kind.n_columns} columns")
     generator = torch.Generator(kind.device).manual_seed(0)
     shape = (N_RANDOM_ROWS, kind.n_columns)
     rows = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)

@@ -29,6 +29,7 @@ from tilefold.retrieval.index.devices import (
     check_devices,
     copy_to_device,
     device_list,
+    numbered,
 )
 from tilefold.retrieval.index.protocol import (
     REMEDY,
@@ -379,6 +380,7 @@ class DenseIndex(TorchIndex, GrowingIndex):
         """
         if device.type == "cpu":
             return self._values, self._scales
+        device = numbered(device)
 
         def copy_vectors() -> tuple[Tensor, Tensor | None]:
             fits = self._values.nbytes < free_device_bytes(device) // 2

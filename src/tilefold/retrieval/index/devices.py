@@ -84,6 +84,13 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return copy
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Return a device with its number: ``cuda:0`` for ``cuda``, if that is the current GPU."""
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 class DeviceCopies(Generic[CopyT]):
     """Copies of an index's documents on devices, each made by the first search that needs it.
 
@@ -122,7 +129,7 @@ class DeviceCopies(Generic[CopyT]):
         return devices in self._copies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without copies: another process may have other devices, and a lock stays here."""
+        """Pickle without copies, whose devices another process may lack, and without the lock."""
         return DeviceCopies, ()
 
 

@@ -32,7 +32,7 @@ from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index import token_blocks
 from tilefold.retrieval.index.centroids import CENTROID_FILES, FEWEST_TOKENS, Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
-from tilefold.retrieval.index.devices import DeviceCopies, Devices, device_list
+from tilefold.retrieval.index.devices import DeviceCopies, Devices, device_list, numbered
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
 from tilefold.retrieval.index.token_blocks import (
     STORAGES,
@@ -711,7 +711,7 @@ class LateIndex(TorchIndex):
         if names_one_device or n_gpus < 2:
             return [single_device]
         with self._device_documents.lock:  # a copy that is being made takes up the memory
-            already_on_one_gpu = ("cuda",) in self._device_documents
+            already_on_one_gpu = (numbered(single_device),) in self._device_documents
             if already_on_one_gpu or self._fits(single_device, self.files.nbytes):
                 return [single_device]
         return [torch.device("cuda", number) for number in range(n_gpus)]
@@ -736,8 +736,11 @@ class LateIndex(TorchIndex):
         Returns:
             Consecutive documents for each device. A device without documents is left out.
         """
-        names = tuple(str(device) for device in devices)
-        return self._device_documents.get(names, lambda: self._divide_documents(devices))
+        numbered_devices = tuple(map(numbered, devices))
+        return self._device_documents.get(
+            numbered_devices,
+            lambda: self._divide_documents(numbered_devices),
+        )
 
     def _divide_documents(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
         """Divide the documents among devices, and copy them to GPUs that have enough memory.

@@ -20,7 +20,7 @@ from tilefold._internal.files import give_default_permissions
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import check_offsets
-from tilefold.retrieval.common.files import Json, require
+from tilefold.retrieval.common.files import FileIdentity, Json, require
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.vectors.shards import (
@@ -576,10 +576,13 @@ def read_tensors(path: Path, *names: str, optional: Sequence[str] = ()) -> dict[
         DataError: if the file cannot be read, or lacks one of the tensors.
     """
     try:
+        identity = FileIdentity.of(path)
         with safetensors_package().safe_open(str(path), framework="pt") as file:
             stored_names = set(file.keys())
             read_names = stored_names & {*names, *optional}
             tensors = _map_again(path, {name: file.get_tensor(name) for name in read_names})
+        if FileIdentity.of(path) != identity:
+            raise OSError("another file replaced it in the meantime")
     # safetensors raises an exception of its own, or OSError if the file is truncated.
     except Exception as error:
         raise DataError(
@@ -599,7 +602,8 @@ def _map_again(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A server deletes the vectors of an old index while it answers requests. Python holds the GIL
     while it unmaps the memory of safetensors, for which it has an object. It has none for that of
-    ``torch.from_file``, which is unmapped without the GIL.
+    ``torch.from_file``, which is unmapped without the GIL. Unaligned tensors keep the memory of
+    safetensors.
 
     Args:
         path: the file, whose header safetensors has checked.
@@ -620,7 +624,7 @@ def _map_again(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         is_aligned = start % tensor.dtype.itemsize == 0  # as in all files that safetensors writes
         if is_aligned:
             view = file_bytes[start:stop].view(tensor.dtype).view(tensor.shape)
-            mapped[name] = view.detach()  # a view refers to all bytes of the file by its base
+            mapped[name] = view.detach()  # a view would keep `file_bytes` as its base
         else:
             mapped[name] = tensor
     return mapped

@@ -20,8 +20,8 @@ __all__ = ["FusedRMSNorm", "fuse_norms", "fused_rms_norm", "runs_fused", "separa
 class FusedRMSNorm(Replacement):
     """Replaces the forward of one RMSNorm, which then runs as one kernel on GPUs in inference.
 
-    The result differs from that of the class by rounding only: in 16 bits, the class rounds the
-    normalised states before it multiplies them by the weight, and the kernel rounds once.
+    The result differs from that of the class by rounding only: in 16 bits, most classes round the
+    normalised states before they multiply them by the weight, and the kernel rounds once.
     """
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
