@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -399,3 +401,19 @@ index.save({str(folder)!r}) if {record!r} == "index.json" else index.collection.
     with load_index(folder).collection as collection:
         assert len(collection) == 5
     build_index(make_vectors(6), "qdrant", folder=folder, overwrite=True).close()
+
+
+def test_a_forked_process_does_not_delete_the_shard_of_its_parent(
+    make_vectors: MakeVectors,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index: Any = build_index(make_vectors(5), "qdrant", folder=tmp_path / "index")
+    engine = index.collection._engine
+    shard = engine._shard
+    monkeypatch.setattr(engine, "_process", os.getpid() + 1)
+    n_references = sys.getrefcount(shard)
+    engine.close()  # as at the end of a process that was forked
+    assert engine._shard is None
+    assert sys.getrefcount(shard) == n_references  # the engine's reference became an eternal one
+    shard.close()

@@ -16,6 +16,7 @@ This wrapper handles these properties of qdrant-edge-py 0.9.0:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -235,11 +236,13 @@ class EdgeEngine(Engine):
     def close(self) -> None:
         """Flush, write checksums, and let other processes open the folder.
 
-        Nothing is done for a collection that is closed already, or that this process has inherited
-        through a fork.
+        Nothing is written for a collection that is closed already, or that this process has
+        inherited through a fork.
         """
         is_forked = self._process != os.getpid()
         is_closed = not self._lock.is_locked
+        if is_forked:
+            self._keep_shard_forever()
         if is_forked or is_closed:
             return
         try:
@@ -250,6 +253,16 @@ class EdgeEngine(Engine):
         finally:
             self._shard = None
             unlock_folder(self._lock)
+
+    def _keep_shard_forever(self) -> None:
+        """Never delete the shard of a forked process, not even when Python ends.
+
+        Its deletion would wait for threads of the engine, which the process has not inherited, and
+        for a lock that one of them may have held during the fork.
+        """
+        if self._shard is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shard))
+            self._shard = None
 
     def _prepare_change(self, more_bytes: int = 0) -> None:
         """Check the free space, and remove the checksums, before a change.
