@@ -299,7 +299,7 @@ def test_other_model_classes_are_refused() -> None:
     refuses(
         nn.Linear(2, 2),
         TypeError,
-        r"SparseEncoder, MultiVectorEncoder or SentenceTransformer, got Linear; run",
+        r"SparseEncoder, MultiVectorEncoder or SentenceTransformer, got Linear; pass the whole model",
     )
     refuses("naver/splade-v3", TypeError, "got str")
     refused(TypeError, "pass the model, not its path", restore, "naver/splade-v3")
