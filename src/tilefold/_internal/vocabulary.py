@@ -52,7 +52,7 @@ def _read_token_by_token(tokenizer: Any) -> dict[str, int] | None:
 
     Returns:
         token -> index, as ``get_vocab`` returns it. None if the tokenizer has another
-        implementation, or if its indices have gaps.
+        implementation, if its indices have gaps, or if two tokens have one index.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     defining_module = getattr(type(tokenizer).get_vocab, "__module__", "")

@@ -235,7 +235,8 @@ def _hint_at_double_dash(error: Any) -> str:
     """
     from tilefold.cli._options import command_line
 
-    word = next(word for word in command_line if word.startswith(error.option_name))
+    name = error.option_name
+    word = next((word for word in command_line if word.startswith(name)), name)
     looks_like_option = word.startswith("--") and len(word.split()) == 1  # all have two dashes
     parameters = error.ctx.command.params
     arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]

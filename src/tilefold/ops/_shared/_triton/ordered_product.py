@@ -184,7 +184,7 @@ def ordered_product_kernel(
         for k0 in gl.static_range(0, BLOCK_K, PART_K):
             rows = row_tile.slice(k0, PART_K, dim=1).load(row_layout)
             weights = weight_tile.slice(k0, PART_K, dim=1).load(weight_layout)
-            if k0 == 0:
+            if k0 == 0:  # after the first loads, for which the products wait
                 copied_step = step + STAGES - 1
                 if copied_step < n_steps:
                     k_offset = copied_step * BLOCK_K
@@ -192,7 +192,7 @@ def ordered_product_kernel(
                     _async_load(row_ring.index(free_slot), row_pointers + k_offset)
                 _commit_group()
             sums = _add_products(sums, rows, weights)
-        free_slot = slot
+        free_slot = slot  # its inputs are multiplied, so the next step may copy into it
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
     m = first_m + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, sum_layout))
