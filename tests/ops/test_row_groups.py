@@ -78,6 +78,63 @@ def test_a_row_has_the_same_bits_with_any_other_rows(
     assert (together.double() - exact).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("n_outputs", [1, 128])
+def test_a_row_of_a_narrow_layer_has_the_same_bits_if_its_terms_cancel(
+    n_outputs: int,
+    device: str,
+    dtype: torch.dtype,
+    has_bias: bool,
+) -> None:
+    """The outputs are rounding errors of sums, which another order of addition would change."""
+    generator = torch.Generator().manual_seed(0)
+    half_rows = 8 * torch.randn(1100, 192, generator=generator)
+    half_weight = 8 * torch.randn(n_outputs, 192, generator=generator)
+    rows = torch.cat([half_rows, half_rows], dim=1).to(device, dtype)
+    weight = torch.cat([half_weight, -half_weight], dim=1).to(device, dtype)
+    bias = torch.full((n_outputs,), 2.0**-12).to(device, dtype) if has_bias else None
+    together = grouped_linear(rows, weight, bias)
+    assert not torch.equal(together, together[:1].expand_as(together))
+    for n_rows in (1, 2, 3, 7, 17, 64, 100, 300, 1000):
+        part = slice(41, 41 + n_rows)
+        assert torch.equal(grouped_linear(rows[part], weight, bias), together[part])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_outputs", [1, 40])
+@pytest.mark.parametrize("offset", [1, 2, 12])
+def test_the_address_of_a_weight_does_not_change_the_bits(
+    offset: int,
+    n_outputs: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """A weight that is mapped from a file begins at any multiple of 8 bytes."""
+    rows = torch.randn(129, 384).to(device, dtype)
+    weight = torch.randn(n_outputs, 384).to(device, dtype)
+    memory = torch.empty(offset + weight.numel(), device=device, dtype=dtype)
+    moved_weight = memory[offset:].view_as(weight).copy_(weight)
+    for n_rows in (1, 2, 3, 7, 8, 31, 129):
+        outputs = grouped_linear(rows[:n_rows], moved_weight)
+        assert torch.equal(outputs, grouped_linear(rows[:n_rows], weight))
+
+
+def test_a_setting_for_16_bits_has_sizes_of_its_own() -> None:
+    weight = torch.empty(8, 16, dtype=torch.float16, device="meta")
+    kind = row_probes.product_kind_of(weight, has_bias=False)
+    assert row_probes.product_kind_of(weight, has_bias=False) == kind
+    was_allowed = torch.backends.cuda.matmul.allow_fp16_accumulation
+    try:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = not was_allowed
+        other_kind = row_probes.product_kind_of(weight, has_bias=False)
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = was_allowed
+    assert other_kind != kind
+
+
 def test_rows_may_have_any_shape_and_strides() -> None:
     rows, weight = torch.randn(3, 16, 5).transpose(1, 2), torch.randn(8, 16)
     outputs = grouped_linear(rows, weight)

@@ -8,11 +8,13 @@ from tilefold.ops._shared.row_groups import (
     padded_row_count,
 )
 from tilefold.ops._shared.row_probes import LEAST_GPU_ROWS
+from tilefold.ops._shared.row_products import align
 from tilefold.ops._shared.rowwise import apply_rowwise, normalize_rows
 
 __all__ = [
     "LEAST_GPU_ROWS",
     "LinearLayers",
+    "align",
     "apply_rowwise",
     "filled_row_count",
     "grouped_linear",

@@ -361,6 +361,18 @@ def test_a_filler_text_needs_no_length_of_the_longest_text(
         assert torch.equal(model(dict(features))["sentence_embedding"], expected)
 
 
+def test_weights_are_copied_to_aligned_addresses(dense_folder: Path) -> None:
+    model = SentenceTransformer(str(dense_folder), device="cpu")
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for layer in layers:  # as if they were mapped from a file
+        memory = torch.empty(2 + layer.weight.numel())
+        layer.weight.data = memory[2:].view_as(layer.weight).copy_(layer.weight)
+    expected = model.encode(["a card", "rain"], convert_to_tensor=True)
+    accelerate(model, invariant=True)
+    assert all(layer.weight.data_ptr() % 64 == 0 for layer in layers)
+    assert_close(model.encode(["a card", "rain"], convert_to_tensor=True), expected, FP32_BUDGET)
+
+
 def test_norms_of_one_name_and_other_modules_are_compared_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

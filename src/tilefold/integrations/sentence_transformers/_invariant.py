@@ -44,7 +44,7 @@ from tilefold.integrations.sentence_transformers.packing.norms import (
 from tilefold.integrations.transformers.networks import in_eval_mode
 from tilefold.integrations.transformers.packed import OFFSETS, PACKED
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
-from tilefold.ops.row_groups import apply_rowwise, grouped_linear, normalize_rows
+from tilefold.ops.row_groups import align, apply_rowwise, grouped_linear, normalize_rows
 
 # Modules of sentence-transformers that compute a text alike in every batch.
 _PIPELINE_MODULES = (
@@ -224,6 +224,7 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
         replacement.owner.forward = replacement
     for fused in fused_forwards(model):
         fused.groups_rows = True
+    _align_weights(model)
     require_packed(model)
     model.invariance = Invariance(model)
     if check:
@@ -360,6 +361,19 @@ def _replacement_for_linear(layer: nn.Linear) -> InvariantLinear | None:
             type(layer).__name__, "its forward is not that of torch.nn.Linear"
         )
     return InvariantLinear(layer)
+
+
+def _align_weights(model: nn.Module) -> None:
+    """Copy the weights of linear layers that are mapped from a file to aligned addresses.
+
+    Otherwise, each product would copy its weight, since kernels depend on the address too.
+
+    Args:
+        model: the model.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = align(module.weight.data)
 
 
 def _check_has_no_matrix(module: nn.Module) -> None:

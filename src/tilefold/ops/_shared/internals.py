@@ -13,7 +13,7 @@ import inspect
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -109,6 +109,19 @@ def _precision_reader(backend: str) -> Callable[[], str]:
 matmul_precision = _precision_reader("cuda")
 # Reads the precision of fp32 products on a CPU.
 cpu_matmul_precision = _precision_reader("mkldnn")
+
+
+def half_matmul_settings() -> tuple[Hashable, ...]:
+    """Return torch's settings that may change the bits of 16-bit products on a GPU.
+
+    They allow sums in 16 bits, and choose the library of products.
+    """
+    return (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        torch._C._get_blas_preferred_backend(),
+    )
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:

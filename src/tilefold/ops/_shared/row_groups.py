@@ -34,7 +34,7 @@ from tilefold.ops._shared.row_probes import (
     probe_of,
     product_kind_of,
 )
-from tilefold.ops._shared.row_products import multiply_rows, pad_rows
+from tilefold.ops._shared.row_products import align, is_aligned, multiply_rows, pad_rows
 
 __all__ = [
     "LinearLayers",
@@ -202,6 +202,8 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     :func:`ordered_product` instead, if it gives the bits of the library. The product has no
     gradient.
 
+    The kernel also depends on the address of the weight: see :func:`align`, which is called for it.
+
     Args:
         rows: ``[T, K]``.
         weight: ``[N, K]``.
@@ -218,7 +220,7 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
             return grouped_product(rows, weight, bias)
     if not _fit_together(rows, weight, bias):
         return multiply_rows(rows, weight, bias)  # raises the error of torch
-    weight = weight.contiguous()
+    weight = align(weight)
     if bias is not None:
         bias = bias.expand(weight.size(0)).contiguous()
     n_rows = rows.size(0)
@@ -234,7 +236,7 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         n_grouped = group.stop - group.start
         operand = pad_rows(rows[group.start : group.stop], group.size)
         group_outputs = outputs[group.start : group.stop]
-        if n_grouped == group.size:
+        if n_grouped == group.size and is_aligned(group_outputs):
             multiply_rows(operand, weight, bias, out=group_outputs)
         else:
             group_outputs.copy_(multiply_rows(operand, weight, bias)[:n_grouped])

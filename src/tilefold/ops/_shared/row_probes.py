@@ -8,13 +8,18 @@ the same random rows as a large size, at other positions. A size that gives othe
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.fallback import KernelUnavailableError, warn_and_record_failure
-from tilefold.ops._shared.internals import cpu_matmul_precision, matmul_precision
+from tilefold.ops._shared.internals import (
+    cpu_matmul_precision,
+    half_matmul_settings,
+    matmul_precision,
+)
 from tilefold.ops._shared.ordered_product import can_order_products, ordered_product
 from tilefold.ops._shared.row_products import multiply_rows, refuse_probe_in_capture
 
@@ -85,6 +90,20 @@ _ORDERED_PRODUCT_NAME = "the product of few rows of invariant=True"
 _PADDED_INSTEAD = "Few rows are padded instead: the same bits, several times slower."
 
 
+class _Operands(NamedTuple):
+    """Random operands of a product.
+
+    Attributes:
+        rows: ``[N_RANDOM_ROWS, K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
 class ProductKind(NamedTuple):
     """Everything that decides which kernel a library runs, besides the number of rows.
 
@@ -96,6 +115,7 @@ class ProductKind(NamedTuple):
         device: the device.
         n_threads: the number of threads of a CPU; 0 for other devices.
         precision: torch's setting for products of fp32, such as TF32.
+        half_settings: torch's settings for products in 16 bits on a GPU; empty for CPUs.
     """
 
     n_outputs: int
@@ -105,6 +125,7 @@ class ProductKind(NamedTuple):
     device: torch.device
     n_threads: int
     precision: str
+    half_settings: tuple[Hashable, ...]
 
 
 def product_kind_of(weight: Tensor, has_bias: bool) -> ProductKind:
@@ -123,6 +144,7 @@ def product_kind_of(weight: Tensor, has_bias: bool) -> ProductKind:
         device=weight.device,
         n_threads=torch.get_num_threads() if on_cpu else 0,
         precision=cpu_matmul_precision() if on_cpu else matmul_precision(),
+        half_settings=() if on_cpu else half_matmul_settings(),
     )
 
 
@@ -136,10 +158,10 @@ class SizeProbe:
     """Test of which numbers of rows ("sizes") give the same bits, by products of random rows.
 
     A product of some size multiplies the same few random rows, repeated until the size is reached.
-    On a CPU in 16 bits, the terms of a product cancel each other, so that its bits show the order
-    of additions. The reference is the largest size of at most 32,768 rows in whose product equal
-    rows have equal results at all positions. Another size is usable if its results equal those of
-    the reference.
+    A size that is smaller than their number multiplies all of them in several products. In 16 bits,
+    the terms of a product cancel each other, so that its bits show the order of additions. The
+    reference is the largest size of at most 32,768 rows in whose product equal rows have equal
+    results at all positions. Another size is usable if its results equal those of the reference.
 
     Attributes:
         sizes: the sizes that have not failed, ascending.
@@ -166,7 +188,7 @@ class SizeProbe:
                     f"{kind.n_inputs}] in {kind.dtype}, for which no number of rows gives equal "
                     "bits; use another dtype or accelerate(model).",
                 )
-            products = self._products(reference, shift=0)
+            products = self._products(self._operands(), reference, shift=0)
             first_products = products[0][:N_RANDOM_ROWS].clone()
             indices = random_row_indices(reference, 0, kind.device)
             expected = first_products[indices]
@@ -204,11 +226,13 @@ class SizeProbe:
             size: a number of rows.
             expected: the product of the random rows in the reference, ``[N_RANDOM_ROWS, N]``.
         """
-        indices = random_row_indices(size, ROW_SHIFT, self._kind.device)
+        device = self._kind.device
         try:
-            repeated = expected[indices]
+            operands = self._operands()
             return all(
-                torch.equal(product, repeated) for product in self._products(size, ROW_SHIFT)
+                torch.equal(product, expected[random_row_indices(size, shift, device)])
+                for shift in range(ROW_SHIFT, ROW_SHIFT + N_RANDOM_ROWS, size)
+                for product in self._products(operands, size, shift)
             )
         except torch.OutOfMemoryError:
             return False
@@ -241,45 +265,36 @@ class SizeProbe:
         kind = self._kind
         if self._expected is None or not can_order_products(kind.dtype, kind.device, kind.n_inputs):
             return False
-        rows, weight, bias = self._operands(N_RANDOM_ROWS, shift=0)
+        operands = self._operands()
         try:
-            product = ordered_product(rows, weight, bias)
+            product = ordered_product(operands.rows, operands.weight, operands.bias)
         except KernelUnavailableError as error:
             warn_and_record_failure(_ORDERED_PRODUCT_NAME, kind.device, str(error), _PADDED_INSTEAD)
             return False
         return torch.equal(product, self._expected)
 
-    def _products(self, size: int, shift: int) -> list[Tensor]:
+    def _products(self, operands: _Operands, size: int, shift: int) -> list[Tensor]:
         """Return the product of repeated random rows, ``[size, N]``, for each way to compute it.
 
         On a GPU, a product is also written to memory that exists, as for one of several groups.
 
         Args:
+            operands: the random rows, the weight and the bias.
             size: the number of rows.
             shift: index of the random row that comes first.
-
-        Raises:
-            RuntimeError: if a CUDA graph is being captured.
         """
-        rows, weight, bias = self._operands(size, shift)
-        products = [multiply_rows(rows, weight, bias)]
+        rows = operands.rows[random_row_indices(size, shift, self._kind.device)]
+        products = [multiply_rows(rows, operands.weight, operands.bias)]
         if self._kind.device.type != "cpu":
             out = torch.empty_like(products[0])
-            products.append(multiply_rows(rows, weight, bias, out=out))
+            products.append(multiply_rows(rows, operands.weight, operands.bias, out=out))
         return products
 
-    def _operands(self, size: int, shift: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return repeated random rows, and a random weight and bias.
+    def _operands(self) -> _Operands:
+        """Return random rows, a random weight and a random bias, the same for each call.
 
         The random numbers are drawn again each time, because storing a weight of every shape would
         take as much memory as the model.
-
-        Args:
-            size: the number of rows.
-            shift: index of the random row that comes first.
-
-        Returns:
-            The rows ``[size, K]``, the weight ``[N, K]`` and the bias ``[N]`` or None.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured.
@@ -287,7 +302,7 @@ class SizeProbe:
         kind = self._kind
         refuse_probe_in_capture(
             kind.device,
-            f"product of {size} rows with a weight of shape [{kind.n_outputs}, {kind.n_inputs}]",
+            f"product with a weight of shape [{kind.n_outputs}, {kind.n_inputs}]",
         )
         generator = torch.Generator(kind.device).manual_seed(0)
 
@@ -298,9 +313,9 @@ class SizeProbe:
         weight = random(kind.n_outputs, kind.n_inputs)
         bias = random(kind.n_outputs) if kind.has_bias else None
         rows = random(N_RANDOM_ROWS, kind.n_inputs)
-        if kind.device.type == "cpu" and kind.dtype.itemsize == _HALF_BYTES:
+        if kind.dtype.itemsize == _HALF_BYTES:
             _cancel_products(rows, weight, bias, generator)
-        return rows[random_row_indices(size, shift, kind.device)], weight, bias
+        return _Operands(rows, weight, bias)
 
 
 def _cancel_products(

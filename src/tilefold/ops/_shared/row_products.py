@@ -11,9 +11,10 @@ from tilefold.ops._shared.internals import (
     onednn_linear,
 )
 
-__all__ = ["multiply_rows", "pad_rows", "refuse_probe_in_capture"]
+__all__ = ["align", "is_aligned", "multiply_rows", "pad_rows", "refuse_probe_in_capture"]
 
-# Alignment of the rows of a product in bytes: libraries also choose kernels by it.
+# Libraries also choose kernels by whether operands begin at multiples of a number of bytes. This
+# number is enough for all of them.
 _ALIGNMENT = 64
 
 
@@ -43,11 +44,29 @@ def multiply_rows(
     return torch.addmm(bias, rows, weight.t(), out=out)
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins at a multiple of 64 bytes."""
+    return tensor.data_ptr() % _ALIGNMENT == 0
+
+
+def align(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that begins at a multiple of 64 bytes.
+
+    Tensors of their own memory do so. Parts of others may not, and weights that are mapped from a
+    file. They are copied.
+
+    Args:
+        tensor: any tensor.
+    """
+    if tensor.is_contiguous() and is_aligned(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def pad_rows(rows: Tensor, size: int) -> Tensor:
     """Return rows ``[n, K]`` with zeros after them, ``[size, K]``, contiguous and aligned."""
-    is_aligned = rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0
-    if rows.size(0) == size and is_aligned:
-        return rows
+    if rows.size(0) == size:
+        return align(rows)
     padded = rows.new_zeros(size, rows.size(1))
     padded[: rows.size(0)] = rows
     return padded
