@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from tests.waiting import WAIT_SECONDS, wait_until
-from tilefold.serve.threads import DaemonPool, switch_interval
+from tilefold.serve.threads import DaemonPool, pausing_regularly, switch_interval
 
 ERROR = RuntimeError("closing")
 
@@ -176,3 +177,43 @@ def test_the_shortest_switch_interval_of_all_open_contexts_applies() -> None:
     assert sys.getswitchinterval() == pytest.approx(before / 8)
     short.__exit__(None, None, None)
     assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def _call_for(seconds: float) -> int:
+    """Call a function of Python for some time of this thread, and return the number of calls."""
+    n_calls = 0
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        n_calls += 1
+    return n_calls
+
+
+def test_a_thread_pauses_regularly_within_the_context() -> None:
+    started = time.perf_counter()
+    with pausing_regularly():
+        assert _call_for(0.1) > 0
+    seconds = time.perf_counter() - started
+    assert seconds > 0.1 + 20 * 0.01  # up to 50 pauses of 10 ms
+    assert sys.getprofile() is None
+
+
+def test_a_thread_that_is_profiled_does_not_pause() -> None:
+    events = []
+
+    def record(*arguments: object) -> None:
+        events.append(arguments)
+
+    sys.setprofile(record)
+    try:
+        with pausing_regularly():
+            assert sys.getprofile() is record
+        assert sys.getprofile() is record
+    finally:
+        sys.setprofile(None)
+    assert events
+
+
+def test_a_thread_does_not_pause_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), pausing_regularly():
+        1 / 0  # noqa: B018 - the error is what is tested
+    assert sys.getprofile() is None

@@ -27,6 +27,7 @@ from tilefold.retrieval.data.datasets import check_collection_exists
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.index.protocol import read_description
 from tilefold.serve.settings import Limits, check_origins
+from tilefold.serve.threads import pausing_regularly
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -735,6 +736,7 @@ def _open_generation(
 
     If another model encoded its documents, the model that a migration has recorded is loaded.
     Without a migration, ``--model`` is loaded again, since its folder may have been replaced, too.
+    This thread pauses while it loads a model, so that requests are answered meanwhile.
 
     Args:
         request: the options of the command.
@@ -750,27 +752,29 @@ def _open_generation(
     recorded = Provenance.from_dict(read_description(index_path))  # with the model's fingerprint
     # A known and an unknown model count as different: reusing a wrong one would give wrong hits.
     has_same_model = served.index.provenance.model_fingerprint == recorded.model_fingerprint
-    if not has_same_model:
-        if request.other_model:
-            raise CommandError(
-                f"--other-model: expected {index_path} to keep its model, got a generation that "
-                "another model has encoded, so the model of its queries is not known. Start "
-                "another server with the new models.",
+    if has_same_model:
+        loaded = _retrievers.reopen_index(request, served.index)
+        if loaded.index.backend == served.index.backend:
+            tokens = None
+            if served.store is not None:
+                tokens = retrieval.open_tokens(Path(str(request.tokens)))
+            return _assemble_searchable(
+                request,
+                index_path,
+                generation_id,
+                log,
+                loaded,
+                served.encoder,
+                _Reranker(served.late, tokens),
             )
+    elif request.other_model:
+        raise CommandError(
+            f"--other-model: expected {index_path} to keep its model, got a generation that "
+            "another model has encoded, so the model of its queries is not known. Start "
+            "another server with the new models.",
+        )
+    with pausing_regularly():
         return _load_with_index(request, index_path, generation_id, log)
-    loaded = _retrievers.reopen_index(request, served.index)
-    if loaded.index.backend != served.index.backend:
-        return _load_with_index(request, index_path, generation_id, log)
-    tokens = None if served.store is None else retrieval.open_tokens(Path(str(request.tokens)))
-    return _assemble_searchable(
-        request,
-        index_path,
-        generation_id,
-        log,
-        loaded,
-        served.encoder,
-        _Reranker(served.late, tokens),
-    )
 
 
 def _assemble_searchable(

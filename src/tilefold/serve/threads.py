@@ -1,4 +1,4 @@
-"""Pool of daemon threads, for functions that may wait; the interval of Python's thread switches."""
+"""Pool of daemon threads, for functions that may wait; how threads share the time of Python."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Call", "DaemonPool", "switch_interval"]
+__all__ = ["Call", "DaemonPool", "pausing_regularly", "switch_interval"]
 
 T = TypeVar("T")
+
+# A thread that pauses regularly computes this long between two pauses of this length.
+_BUSY_SECONDS = 0.002
+_PAUSE_SECONDS = 0.01
 
 
 class Call(Generic[T]):
@@ -203,6 +208,37 @@ class DaemonPool:
                 raise
             return
         self._threads.append(thread)
+
+
+@contextmanager
+def pausing_regularly() -> Iterator[None]:
+    """Let this thread pause for 10 ms after each 2 ms of its Python code, within the context.
+
+    Loading a model takes a fraction of a second of Python code. Without pauses, the requests of
+    this time wait for the GIL at each of their steps, since Python's threads have no priorities.
+    With pauses, loading takes several times as long, and a request waits for one or two short
+    stretches of it. A single call of compiled code that holds the GIL cannot be interrupted.
+
+    Python calls a thread's profile function at each call and return, which is when the thread can
+    pause. A thread that is being profiled does not pause.
+    """
+    if sys.getprofile() is not None:
+        yield
+        return
+    last_pause = time.perf_counter()
+
+    def pause_if_due(_frame: FrameType, _event: str, _argument: object) -> None:
+        """Pause if this thread has computed for long enough."""
+        nonlocal last_pause
+        if time.perf_counter() - last_pause > _BUSY_SECONDS:
+            time.sleep(_PAUSE_SECONDS)
+            last_pause = time.perf_counter()
+
+    sys.setprofile(pause_if_due)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 # The intervals of all contexts that are open, and Python's interval without them.
