@@ -136,17 +136,17 @@ def _choose_bias_reduction(maxima: Tensor) -> Tensor:
 
 
 def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
-    """Compute parts of the scores and gradients in fp64, against which implementations are checked.
+    """Create the accuracy gate of a case, which implementations must pass before they are timed.
 
-    These parts are some vocabulary entries for all sequences, and the first and the last sequence
-    for the whole vocabulary.
+    The gate compares parts of the scores and gradients with their fp64 values: some vocabulary
+    entries for all sequences, and the first and the last sequence for the whole vocabulary.
 
     A gradient depends on which token has the largest logit, and on whether that logit is positive.
     If rounding may change this for a score, its gradient in ``inputs.grad_output`` is set to 0.
 
     Args:
-        case: the case.
-        inputs: its inputs, whose ``grad_output`` changes.
+        case: shape, dtype and variant of the inputs.
+        inputs: inputs of the case, whose ``grad_output`` is changed in place.
     """
     B, V = inputs.grad_output.shape
     device = inputs.grad_output.device
@@ -160,14 +160,8 @@ def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
     for chunk in _split_vocabulary(inputs, checked_sequences):
         _clear_ambiguous_gradients(inputs, checked_sequences, chunk)
 
-    truth = lsr_head_truth(_select_inputs(inputs, all_sequences, checked_entries))
-    score_chunks: list[Tensor] = []
-    dhidden = torch.zeros_like(inputs.hidden[checked_sequences], dtype=torch.float64)
-    for chunk in _split_vocabulary(inputs, checked_sequences):
-        chunk_problem = _select_inputs(inputs, checked_sequences, chunk)
-        chunk_truth = lsr_head_truth(chunk_problem, needs=("hidden",))
-        score_chunks.append(chunk_truth["scores"])
-        dhidden += chunk_truth["dhidden"]
+    entry_truth = lsr_head_truth(_select_inputs(inputs, all_sequences, checked_entries))
+    sequence_scores, dhidden = _exact_sequence_scores_and_gradient(inputs, checked_sequences)
 
     def select_entries(tensor: Tensor) -> Tensor:
         return tensor[checked_entries]
@@ -181,16 +175,39 @@ def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
         outputs={
             "out[:, v]": spec.CheckedSlice(
                 lambda scores: scores[:, checked_entries],
-                truth["scores"],
+                entry_truth["scores"],
             ),
-            "out[b, :]": spec.CheckedSlice(select_sequences, torch.cat(score_chunks, dim=1)),
+            "out[b, :]": spec.CheckedSlice(select_sequences, sequence_scores),
         },
         gradients={
             "dhidden": spec.CheckedSlice(select_sequences, dhidden),
-            "dweight": spec.CheckedSlice(select_entries, truth["dweight"]),
-            "dbias": spec.CheckedSlice(select_entries, truth["dbias"]),
+            "dweight": spec.CheckedSlice(select_entries, entry_truth["dweight"]),
+            "dbias": spec.CheckedSlice(select_entries, entry_truth["dbias"]),
         },
     )
+
+
+def _exact_sequence_scores_and_gradient(
+    inputs: HeadInputs,
+    sequences: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute all scores of some sequences, and the gradient of their hidden states, in fp64.
+
+    Args:
+        inputs: the inputs of the case. Their ``grad_output`` is the gradient of the scores.
+        sequences: positions of n sequences.
+
+    Returns:
+        The scores ``[n, V]``, and the gradient of the hidden states ``[n, S, D]``.
+    """
+    score_chunks: list[Tensor] = []
+    dhidden = torch.zeros_like(inputs.hidden[sequences], dtype=torch.float64)
+    for entries in _split_vocabulary(inputs, sequences):
+        problem = _select_inputs(inputs, sequences, entries)
+        truth = lsr_head_truth(problem, needs=("hidden",))
+        score_chunks.append(truth["scores"])
+        dhidden += truth["dhidden"]
+    return torch.cat(score_chunks, dim=1), dhidden
 
 
 def _clear_ambiguous_gradients(inputs: HeadInputs, sequences: Tensor, entries: Tensor) -> None:

@@ -150,13 +150,17 @@ class MaxSimGate(spec.Gate):
 
 @torch.no_grad()
 def make_gate(case: spec.BenchCase, inputs: MaxSimInputs) -> MaxSimGate:
-    """Compute parts of the scores and gradients in fp64, against which implementations are checked.
+    """Create the accuracy gate of a case, which implementations must pass before they are timed.
 
-    These parts are the first and the last query with all documents, and a few documents with all
-    queries.
+    The gate compares parts of the scores and gradients with their fp64 values: the first and the
+    last query with all documents, and a few documents with all queries.
 
     A gradient depends on which document token is the best match of a query token. If rounding may
     change this for a query and a document, their gradient in ``inputs.grad_output`` is set to 0.
+
+    Args:
+        case: shape, dtype and variant of the inputs.
+        inputs: inputs of the case, whose ``grad_output`` is changed in place.
     """
     grad_output = inputs.grad_output
     n_queries, n_documents = grad_output.shape
@@ -168,8 +172,10 @@ def make_gate(case: spec.BenchCase, inputs: MaxSimInputs) -> MaxSimGate:
 
     _clear_ambiguous_gradients(inputs, checked_queries, range(n_documents))
     all_queries = torch.arange(n_queries, device=device)
-    bytes_per_query = _FP64_BYTES * inputs.queries.size(1) * case.dims["Ld"]
-    query_chunks = torch.split(all_queries, max(1, _CHUNK_BYTES // bytes_per_query))
+    # the fp64 similarities of the queries of a chunk with one document take at most _CHUNK_BYTES
+    similarities_per_query = inputs.queries.size(1) * case.dims["Ld"]
+    queries_per_chunk = max(1, _CHUNK_BYTES // (_FP64_BYTES * similarities_per_query))
+    query_chunks = torch.split(all_queries, queries_per_chunk)
     for chunk in query_chunks:
         _clear_ambiguous_gradients(inputs, chunk, checked_documents)
 
