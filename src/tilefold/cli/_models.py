@@ -40,19 +40,20 @@ _NAMES = {
 }
 
 
-def _is_mistyped_path(name: str) -> bool:
-    """Return whether a text that is not the path of a folder was meant as one.
+def _looks_like_path(name: str) -> bool:
+    """Return whether the user probably meant a local folder, not a model on the Hugging Face hub.
 
-    A name on the hub is NAME or OWNER/NAME. A text that cannot be one, or that begins with an
-    existing folder, is a mistyped path, and the hub is not asked for it.
+    Models on the hub are called NAME or OWNER/NAME.
 
     Args:
-        name: the text.
+        name: value of an option that takes a folder or a name on the hub.
     """
     path = Path(name)
-    is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1
-    parent_exists = len(path.parts) > 1 and Path(path.parts[0]).exists()
-    return is_path or parent_exists
+    begins_like_path = name.startswith((".", "~")) or path.is_absolute()
+    has_too_many_parts = name.count("/") > 1
+    # "runs/modle" is a typing error rather than a model of the owner "runs" if runs/ exists here.
+    begins_with_existing_folder = len(path.parts) > 1 and Path(path.parts[0]).exists()
+    return begins_like_path or has_too_many_parts or begins_with_existing_folder
 
 
 def checked_model_name(name: str, option: str) -> str:
@@ -79,7 +80,7 @@ def checked_model_name(name: str, option: str) -> str:
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
     _refuse_unfinished_training(path, option)
-    if _is_mistyped_path(name):
+    if _looks_like_path(name):
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     problem = _hub_problem(name)
     if problem is not None:

@@ -411,7 +411,9 @@ class FeedbackOptions(Options):
             )
 
     def interpolation(self) -> Interpolation | None:
-        """Return how a second ranking is interpolated around feedback, or None without one.
+        """Return how the ranking of ``--prf-with`` is interpolated, or None without that option.
+
+        Its scores are mixed with those of the search before or after pseudo-relevance feedback.
 
         Raises:
             UsageError: if a value is out of range.
@@ -425,6 +427,7 @@ class FeedbackOptions(Options):
             weight="--prf-weight",
             normalization="--prf-normalization",
         ):
+            # An option that was not given has the default value of its field.
             return Interpolation(
                 place=self.prf_place or Interpolation.place,
                 weight=Interpolation.weight if self.prf_weight is None else self.prf_weight,
@@ -931,18 +934,24 @@ def load_second_ranking(
     queries: Mapping[str, str],
     documents_provenance: Provenance,
 ) -> BM25Index | Run:
-    """Load the ranking of ``--prf-with``: a BM25 index, or a run of the queries.
+    """Load the ranking of ``--prf-with``: a BM25 index, or a TREC run.
 
-    Its scores are interpolated with those of the index before or after feedback.
+    Its scores are interpolated with those of the searched index before or after pseudo-relevance
+    feedback.
 
     Args:
-        path: the folder of the index, or the file of the run.
+        path: the folder of the BM25 index, or the file of the run.
         queries: query id -> text.
         documents_provenance: the fingerprint of the searched documents.
 
+    Returns:
+        The BM25 index, or the results of the run for these queries: query id -> document id ->
+        score.
+
     Raises:
-        CommandError: if it was made from other documents, or a run has none of the queries.
-        UsageError: if the index is of vectors.
+        CommandError: if the index or run was made from other documents, or the run has results for
+            none of the queries.
+        UsageError: if the folder has an index of vectors.
     """
     if path.is_dir():
         index = load_second_index(path)
