@@ -35,7 +35,7 @@ class _Embedder:
         api_key: Secret | None = None,
         **options: Any,
     ) -> None:
-        """Prepare to encode with a model or through a server.
+        """Store the arguments. Texts are encoded by a model in this process, or by a server.
 
         Args:
             model: a ``SparseEncoder``, or the folder or Hugging Face name of one.
@@ -43,10 +43,12 @@ class _Embedder:
             api_key: the key of the server.
             **options: other arguments of ``SparseSource``, such as ``top_k``.
         """
-        self._arguments = {"model": model, "url": url, **options}  # for to_dict()
+        # to_dict() saves the arguments. In place of the key, it saves the Secret, which names the
+        # source of the key, such as an environment variable.
+        self._arguments = {"model": model, "url": url, **options}
         self._api_key = api_key
-        key = None if api_key is None else api_key.resolve_value()
-        self._source = SparseSource(model, url, api_key=key, **options)
+        resolved_key = None if api_key is None else api_key.resolve_value()
+        self._source = SparseSource(model, url, api_key=resolved_key, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the component as a dictionary, from which Haystack can save a pipeline.

@@ -97,7 +97,13 @@ def _positions_of_logit_readers(pipeline: list[nn.Module]) -> list[int]:
 
 
 def _find_poolings_without_head(pipeline: list[nn.Module]) -> list[FusablePooling]:
-    """Return an entry for each pooling that reads no logits, so needs no fused head."""
+    """Return the tilefold poolings of a route that read no logits of an LM head.
+
+    ``accelerate`` changes only the layout of their scores.
+
+    Args:
+        pipeline: the modules of the route, in the order in which a text passes through them.
+    """
     return [
         FusablePooling(
             pooling=module,

@@ -320,13 +320,15 @@ def _replacement_for(module: nn.Module) -> Replacement | None:
 def _check_forward_is_not_replaced(module: nn.Module) -> None:
     """Raise ``ValueError`` if another library or the user has replaced the forward of a module.
 
-    Our replacement would compute what the class of the module does, not what theirs does.
+    ``accelerate(invariant=True)`` replaces it by a forward that computes the same as the module's
+    class. What the other forward computes would be lost.
 
     Args:
-        module: a module whose forward ``accelerate(invariant=True)`` replaces.
+        module: a module whose forward ``accelerate(invariant=True)`` is about to replace.
     """
-    forward = vars(module).get("forward")
-    if forward is not None and not isinstance(forward, Replacement):
+    # A replaced forward is an attribute of the instance, which hides the method of the class.
+    instance_forward = vars(module).get("forward")
+    if instance_forward is not None and not isinstance(instance_forward, Replacement):
         raise _batch_dependence_error(
             type(module).__name__, "its forward was replaced on the instance"
         )

@@ -684,23 +684,28 @@ class XTRScores:
         queries_mask: object = None,
         documents_mask: object = None,
     ) -> Tensor:
-        """Compute the XTR scores ``[Nq, B * N]`` of every query with every document of the batch.
+        """Compute the XTR score of every query with every document of the batch.
+
+        Each query token retrieves the ``top_k`` most similar tokens of all documents of the batch.
+        Only retrieved tokens count in the scores.
 
         Args:
             queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]`` or a list of
                 ``[Lq_i, D]``.
-            documents_embeddings: the token vectors of N documents for each of B queries,
-                ``[B, N, Ld, D]``.
+            documents_embeddings: the token vectors of B groups of N documents, ``[B, N, Ld, D]``.
             queries_mask: which query tokens count, ``[Nq, Lq]`` or a list.
             documents_mask: which document tokens count, ``[B, N, Ld]``.
+
+        Returns:
+            fp32 scores ``[Nq, B * N]``.
         """
         return xtr_scores(
             queries_embeddings,
             documents_embeddings,
             queries_mask,
             documents_mask,
-            self.top_k,
-            self.chunk_elements,
+            top_k=self.top_k,
+            chunk_elements=self.chunk_elements,
             impl=self.impl,
         )
 
