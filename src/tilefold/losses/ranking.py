@@ -177,9 +177,10 @@ class TermRecallLoss(nn.Module):
         embeddings: list[Tensor],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute the mean squared error of the weights of the documents' active terms.
+        """Compute the mean squared error of the documents' nonzero term weights.
 
-        The target of a term is 1 if the query contains it, and 0 otherwise.
+        The target of a weight is 1 if the query contains the term, and 0 otherwise. With
+        torch.distributed, the average of the ranks' losses is the mean over all their documents.
 
         Args:
             embeddings: vectors ``[B, V]`` of the queries, then of their relevant documents.
@@ -187,22 +188,23 @@ class TermRecallLoss(nn.Module):
             labels: ignored.
 
         Returns:
-            A scalar.
+            A scalar, 0 if no document has a nonzero weight.
         """
         queries, documents, *_ = _columns_in_fp32(
             embeddings,
             at_least=2,
             description="a query and a relevant document",
         )
-        document_mask = (documents != 0).to(documents.dtype)
+        is_nonzero = (documents != 0).to(documents.dtype)
         targets = (queries.detach() != 0).to(documents.dtype)
-        squared_errors = document_mask * (documents - targets).square()
-        n_terms = document_mask.sum()
-        ranks = resolve_group("world")
-        if ranks is not None:
-            # the mean over ranks, because DDP averages the gradients of the ranks
-            n_terms = sum_over_rows(n_terms, ranks) / dist.get_world_size(ranks)
-        return squared_errors.sum() / n_terms.clamp(min=1)  # 0 without active terms
+        squared_errors = is_nonzero * (documents - targets).square()
+        n_weights = is_nonzero.sum()
+        all_ranks = resolve_group("world")
+        if all_ranks is not None:
+            # DDP averages the gradients of the ranks. Every rank therefore divides by the mean
+            # number of nonzero weights of a rank, so that each weight of each rank counts equally.
+            n_weights = sum_over_rows(n_weights, all_ranks) / dist.get_world_size(all_ranks)
+        return squared_errors.sum() / n_weights.clamp(min=1)
 
 
 def _columns_in_fp32(
