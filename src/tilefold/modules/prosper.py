@@ -113,29 +113,30 @@ class ProsperTransformer(Transformer):
     def forward(self, features: Features, **kwargs: Any) -> Features:
         """Compute PROSPER's vectors of a batch, with and without the literal residual.
 
-        The residual is a weight that is added to the terms that occur in the text itself.
+        The LM head is applied to one pooled hidden state per text, not to every token. The literal
+        residual adds weight to the terms that occur in the text itself.
 
         Args:
-            features: ``input_ids`` and ``attention_mask`` ``[B, S]``; not changed.
-            kwargs: arguments of the ``Transformer``.
+            features: ``input_ids`` and ``attention_mask``, each ``[B, S]``; not changed.
+            kwargs: other arguments of ``Transformer.forward``.
 
         Returns:
             The output of the ``Transformer``, with the final vectors ``[B, V]`` in
             ``sentence_embedding``, and those before the residual in ``base_embedding``.
         """
         head = linear_head(self.model)
-        # An attribute of the instance replaces the head's forward. The network then returns hidden
-        # states, and the operator applies the head to the pooled token.
+        # The network must return hidden states instead of logits, because lsr_head applies the LM
+        # head below. An attribute of the instance hides the forward of the head's class.
         vars(head)["forward"] = pass_hidden_states
         out: Features = super().forward(dict(features), **kwargs)
         hidden = out.pop("token_embeddings")  # [B, S, D]
         mask = out["attention_mask"]  # [B, S]
         if not autocast_applies(hidden):
-            # some models return fp32 from a half-precision head
+            # some models cast the output of an LM head, here hidden states, to fp32
             hidden = hidden.to(head.weight.dtype)
         bias: Tensor | None = head.bias
         if bias is not None and self.logit_scale != 1:
-            # the operator scales the product only
+            # lsr_head scales the product of hidden state and weight, but not the bias
             bias = bias * self.logit_scale
         base = lsr_head(
             hidden,
@@ -148,8 +149,10 @@ class ProsperTransformer(Transformer):
         )
         final = base
         if self.literal is not None:
+            # [B, D]: hidden states are pooled and activated in the same way as logits
+            pooled = pool_logits(hidden, mask != 0, self.pooling, "log1p_relu")
             residual = literal_residual(
-                pool_logits(hidden, mask != 0, self.pooling, "log1p_relu"),
+                pooled,
                 self.literal.weight,
                 out["input_ids"],
                 mask,

@@ -269,21 +269,23 @@ def _merge_network(network: Network, names: list[str]) -> None:
 
 
 def _merge_module(network: Network, name: str) -> Module:
-    """Merge the adapter of a module into the module's weight, and return the plain module.
-
-    The caller puts the plain module into the network.
+    """Merge the PEFT adapter of a module into its weight.
 
     Args:
         network: network with the module.
-        name: name of the module.
+        name: name of the module, a ``LoraLayer`` or a ``ModulesToSaveWrapper``.
+
+    Returns:
+        The module without its adapter, which the caller puts into the network.
     """
-    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
 
     module = network.get_submodule(name)
-    if not isinstance(module, LoraLayer):  # a ModulesToSaveWrapper: the trained copy
+    if isinstance(module, ModulesToSaveWrapper):
+        # This adapter is a trained copy of the whole module, which needs no merge.
         return module.modules_to_save[module.active_adapters[0]]
     if _names_of_shared_weights(network, name):
-        # Otherwise the merge would also change the modules that share the weight.
+        # LoRA's merge changes the weight in place. Other modules must keep the original values.
         _unshare(module.get_base_layer())
     module.merge(safe_merge=True)
     return module.get_base_layer()
