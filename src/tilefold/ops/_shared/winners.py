@@ -30,18 +30,20 @@ def max_over_tokens(values: Tensor) -> Tensor:
     return _block_maxima(values).amax(dim=1)
 
 
-def max_and_winners(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the maximum over the tokens of each sequence, and the position of a token with it.
+def max_and_argmax_over_tokens(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the maximum over the tokens of each sequence, and the position of its token.
 
     Args:
         values: ``[n, L, C]``: sequences, tokens, columns.
 
     Returns:
-        ``[n, C]`` maxima, NaN if a token has NaN, and ``[n, C]`` int64 positions.
+        ``[n, C]`` maxima, NaN if a token has NaN, and the ``[n, C]`` int64 positions of tokens with
+        these values.
     """
     if values.size(1) <= BLOCK_TOKENS:
-        maxima, winners = values.max(dim=1)
-        return maxima, winners
+        maxima, positions = values.max(dim=1)
+        return maxima, positions
+    # Faster than values.max: the maxima of blocks of tokens, then a search in the best block only.
     return _winners_in_blocks(values, _block_maxima(values))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.onednn import fast_product
 from tilefold.ops._shared.row_groups import grouped_product, is_row_grouping_enabled
-from tilefold.ops._shared.winners import max_and_winners, max_over_tokens
+from tilefold.ops._shared.winners import max_and_argmax_over_tokens, max_over_tokens
 from tilefold.ops.lsr_head._problem import Tokens
 
 # Logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache.
@@ -275,7 +275,7 @@ def update_maximum(
         else:
             torch.maximum(maxima, new_maxima, out=maxima)
         return
-    new_maxima, new_positions = max_and_winners(logits)
+    new_maxima, new_positions = max_and_argmax_over_tokens(logits)
     if n_before == 0:
         maxima.copy_(new_maxima)
         winners.copy_(new_positions)

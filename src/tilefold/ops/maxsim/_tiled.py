@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.impl import host_may_read
-from tilefold.ops._shared.winners import max_and_winners, max_over_tokens
+from tilefold.ops._shared.winners import max_and_argmax_over_tokens, max_over_tokens
 from tilefold.ops.maxsim._blocks import Block, Tile, TileTokens, add_existing_rows
 from tilefold.ops.maxsim._problem import (
     NO_WINNER_BITS,
@@ -290,7 +290,7 @@ class MaximumAndWinner:
 
     def reduce(self, tile: Tile) -> tuple[Tensor, ...]:
         """Return ``[n, C]`` maxima over the tokens of a tile, and their ``[n, C]`` rows."""
-        maxima, positions = max_and_winners(tile.similarities)
+        maxima, positions = max_and_argmax_over_tokens(tile.similarities)
         return maxima, tile.tokens.rows.gather(1, positions)
 
     def merge(

@@ -20,19 +20,23 @@ MAX_EXPONENT = 126  # of a factor, so that it and its inverse are normal numbers
 
 
 def scores(tensors: SearchTensors, options: SearchOptions) -> Tensor:
-    """Compute the scores ``[Nq, N]`` of all documents in fp32: sums of products in fixed point.
+    """Compute the scores of all documents: inner products with the sparse vectors of queries.
 
-    The score is 0 for a document that shares no term with the query.
+    Products are summed as integers (fixed point), so that no score depends on the order of the sum.
 
     Args:
-        tensors: tensors of the call.
-        options: checked options.
+        tensors: the queries and the postings of the documents.
+        options: numbers of documents and of terms.
+
+    Returns:
+        Scores ``[Nq, N]``, fp32. A document that shares no term with the query has the score 0.
     """
     result = tensors.weights.new_zeros(tensors.terms.size(0), options.n_documents)
     queries = zip(tensors.terms.long(), tensors.weights, strict=True)
     for row, (terms, weights) in enumerate(queries):
-        is_active = (terms >= 0) & (terms < options.n_terms) & (weights > 0)
-        result[row] = _query_scores(terms[is_active], weights[is_active], tensors, options)
+        # Padding has the weight 0. Terms outside the vocabulary have no postings.
+        has_score = (terms >= 0) & (terms < options.n_terms) & (weights > 0)
+        result[row] = _query_scores(terms[has_score], weights[has_score], tensors, options)
     return result
 
 
