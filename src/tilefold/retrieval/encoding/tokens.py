@@ -204,10 +204,15 @@ class TokenEncoding(Encoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> TokenJob:
-        """Return the job of encoding `texts` into token vectors.
+        """Create the job of encoding texts or pages into token vectors.
 
-        One word is encoded to measure the dimension of the vectors. `get_provenance` returns the
-        digest of the texts, and is called when the output folder is opened.
+        The model encodes one word here, because the job needs the dimension of its vectors.
+
+        Args:
+            model: a ``MultiVectorEncoder``, plain or accelerated.
+            texts: id -> text or page.
+            output: the folder of vectors, and how it is written.
+            get_provenance: returns the provenance of the texts; called when the folder is opened.
 
         Raises:
             ValueError: if the model does not return token vectors, or there are pages and the model

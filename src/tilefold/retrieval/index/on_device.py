@@ -297,16 +297,17 @@ class DeviceIndex:
             raise ArgumentError("queries", f"expected [.., {self.vocab_size}], got {shape}.")
 
     def _pad_on_device(self, entries: _Entries) -> tuple[Tensor, Tensor]:
-        """Pad queries on the device to one number of terms, T.
+        """Convert sparse queries to two padded matrices on the device: terms and weights.
 
-        The terms of each query are sorted by the length of their postings, longest first. A Triton
-        program that scores several queries then reads postings of similar length together.
+        The terms of each query are sorted by the length of their postings lists, longest first. A
+        Triton program that scores several queries then reads lists of similar length together.
 
         Args:
             entries: non-zero weights of Nq queries, row after row.
 
         Returns:
-            Terms, int32, and weights, float32, both ``[Nq, T]``, padded with zeros.
+            Terms, int32, and weights, float32, both ``[Nq, T]``, padded with zeros. T is the number
+            of terms of the longest query, rounded up.
         """
         rows = entries.rows
         n_entries = entries.terms.numel()
@@ -319,13 +320,14 @@ class DeviceIndex:
         if longest is None:
             longest = int(offsets.diff().max()) if n_entries else 0
         width = _padded_width(longest)
-        # One sort orders by row and then by descending length of the postings. A length is at most
-        # the number of documents, so the keys of a row are below those of the next row.
+        # One sort orders by row, and within a row by descending length of the postings list. A
+        # list has at most n_documents entries, so all keys of a row are below those of the next.
         n_documents = len(self.ids)
-        lengths = self.postings.counts[entries.terms]
-        sort_keys = rows * (n_documents + 1) + (n_documents - lengths)
+        list_lengths = self.postings.counts[entries.terms]
+        sort_keys = rows * (n_documents + 1) + (n_documents - list_lengths)
         order = sort_keys.argsort()
-        # Position i belongs to the same row after the sort, because entries were ordered by row.
+        # Entries were ordered by row before, so the sort moves them within their row only, and
+        # `rows` and `offsets` still apply.
         columns = torch.arange(n_entries, device=device) - offsets[rows]
         positions = rows * width + columns
         padded_terms = torch.zeros(entries.n_rows, width, dtype=torch.int32, device=device)

@@ -109,7 +109,10 @@ class PartList:
         )
 
     def write(self, index: Path) -> None:
-        """Replace the list of an index durably, after which readers see the parts of this list.
+        """Write this list into the folder of an index, in place of the earlier list.
+
+        This step makes an update visible: a reader that opens the index afterwards sees the parts
+        of this list. The file is durable, so that the update also survives a crash of the machine.
 
         Args:
             index: the folder of the index.

@@ -211,19 +211,20 @@ class TokenFiles:
         self.dimension = dimension
         self.storage = storage
         self.offsets = read_offsets(folder / OFFSETS, n_documents)
-        # Checksum of each document, and whether it was compared.
-        self._checksums = read_array(folder / CHECKSUMS, np.uint32, n_documents)
-        self._is_verified = np.zeros(n_documents, bool)
         self.lengths = np.diff(self.offsets)
         self.n_tokens = int(self.offsets[-1])
+        self._checksums = read_array(folder / CHECKSUMS, np.uint32, n_documents)
+        # Whether the vectors of each document were compared with their checksum, in check().
+        self._is_verified = np.zeros(n_documents, bool)
+        # Whether lock() was called, which tries only once to lock the mapped files in memory.
+        self._lock_was_tried = False
         value_dtype, scale_dtype = _FILE_DTYPES[storage]
-        # A byte of int4 values has two entries.
-        width = dimension // 2 if storage == "int4" else dimension
-        self.values = self._map_file(VALUES, value_dtype, (self.n_tokens, width))
+        # int4 packs two entries of a vector into one byte.
+        values_per_token = dimension // 2 if storage == "int4" else dimension
+        self.values = self._map_file(VALUES, value_dtype, (self.n_tokens, values_per_token))
         self.scales: npt.NDArray[Any] | None = None
         if scale_dtype is not None:
             self.scales = self._map_file(SCALES, scale_dtype, (self.n_tokens,))
-        self._lock_was_tried = False
 
     @property
     def nbytes(self) -> int:

@@ -187,19 +187,23 @@ class ExplainedQuery:
         best_similarities: Sequence[float],
         grid: PatchGrid | None,
     ) -> list[TokenMatch]:
-        """Create one match per query token, with the part of the page image that it covers.
+        """Create one match per query token: the document token that is most similar to it.
+
+        A match with a page image has the part of the image that the document token covers.
 
         Args:
             document_tokens: tokens of the document.
             best_positions: for each query token, the position of the most similar document token.
-            best_similarities: for each query token, its similarity with that token.
-            grid: cells of the page image; None for a text.
+            best_similarities: for each query token, its similarity with that document token.
+            grid: which cells of the page image each document token covers; None for a text.
         """
         matches = []
         for query_position, (query_token, position, similarity) in enumerate(
             zip(self._tokens, best_positions, best_similarities, strict=True),
         ):
             box = None if grid is None else grid.box(position)
+            # Tokens of a page that cover no part of the image are those of the model's prompt.
+            is_prompt = grid is not None and box is None
             match = TokenMatch(
                 query_position=query_position,
                 query_token=query_token,
@@ -208,7 +212,7 @@ class ExplainedQuery:
                 document_token=document_tokens[position],
                 similarity=similarity,
                 box=box,
-                is_prompt=grid is not None and box is None,
+                is_prompt=is_prompt,
             )
             matches.append(match)
         return matches
