@@ -481,11 +481,11 @@ class Routes:
         raise wrong_model_error("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
-        """Answer a request of Google Vertex AI, which has several bodies.
+        """Answer a request of Google Vertex AI, whose ``instances`` are bodies of other routes.
 
-        The response ``{"predictions": [...]}`` has an answer for each body. A body with ``query``
-        and ``texts`` is answered like ``/rerank``, and any other body like ``/``. If a body fails,
-        the response is its error.
+        An instance with ``query`` and ``texts`` is answered like a request to ``/rerank``, and any
+        other instance like one to ``/``. The response ``{"predictions": [...]}`` has one answer per
+        instance. If an instance fails, the response is its error.
         """
         if not body.instances:
             raise ServeError("Empty", "`instances` cannot be empty")

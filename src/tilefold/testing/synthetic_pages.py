@@ -272,12 +272,14 @@ def _save_queries(
     words_per_query: int,
     generator: random.Random,
 ) -> None:
-    """Save a query of words of each page, and the judgements.
+    """Save a query for each page, and the relevance judgements, in the file format of BEIR.
+
+    A query is a random sample of the words of its page, the only page that is relevant.
 
     Args:
         folder: the folder of the collection.
-        page_of_id: the pages by id.
-        words_per_query: number of words of a query.
+        page_of_id: page id -> page.
+        words_per_query: largest number of words of a query.
         generator: chooses the words.
     """
     query_lines: list[str] = []
