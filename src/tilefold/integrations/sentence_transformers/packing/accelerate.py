@@ -401,7 +401,8 @@ class PackedForward(Replacement):
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Return the features with the output of the Transformer.
 
-        The output is packed, except within :func:`padded_inputs`.
+        The output is packed, except within :func:`padded_inputs`. If the features are a column of a
+        training batch that ``collate_ahead`` has made, all columns of the batch run in one forward.
 
         Args:
             features: the input of the Transformer, packed or padded.
@@ -410,21 +411,18 @@ class PackedForward(Replacement):
         transformer = self.owner
         output_name = transformer.module_output_name
         if POOLING_MASK in features:
-            # Tokens are removed below, and a loss may run the same features again.
+            # keep_pooled_tokens removes tokens, and a loss may run the same features again.
             features = dict(features)
-        # The link from a column of a training batch to all its columns, which are concatenated.
-        column = features.pop(JOINED, None)
+        link = features.pop(JOINED, None)  # to the concatenated columns of the training batch
         returns_layers = getattr(transformer.model.config, "output_hidden_states", False)
-        runs_alone = column is None or kwargs or returns_layers
-        # If the tensor is another one, a loss has split the column into mini-batches. They run one
-        # by one.
-        if runs_alone or features["input_ids"] is not column.columns.input_ids[column.position]:
+        if link is None or kwargs or returns_layers:
             return self._run(features, kwargs)
-        features[output_name] = column.columns.run_column(
-            column.position,
-            transformer,
-            self.graphs,
-        )
+        columns = link.columns
+        # A loss that splits a column into mini-batches makes other tensors. They run one by one.
+        is_whole_column = features["input_ids"] is columns.input_ids[link.position]
+        if not is_whole_column:
+            return self._run(features, kwargs)
+        features[output_name] = columns.run_column(link.position, transformer, self.graphs)
         keep_pooled_tokens(features, output_name)
         return features
 

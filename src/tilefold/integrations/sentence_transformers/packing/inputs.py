@@ -480,10 +480,10 @@ class PackedInputs(Replacement):
         return texts
 
     def _library_accepts_empty_texts(self, prompt: str | None, kwargs: dict[str, object]) -> bool:
-        """Whether sentence-transformers' method makes features of an empty text.
+        """Return whether ``Transformer.preprocess`` of sentence-transformers accepts an empty text.
 
-        It raises an error for causal language models whose tokenizer puts no special tokens around
-        a text: an empty text then ends in a padding token.
+        The method raises an error for a causal language model whose tokenizer adds no special
+        tokens, because an empty text then ends in a padding token.
 
         Args:
             prompt: text that is put before every text.
