@@ -56,12 +56,14 @@ class CsrInputs(ScatterInputs):
     """Inputs of a case whose scores are returned in CSR form, for encoding without a gradient."""
 
     def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> spec.Runnable:
-        """Return a call that computes scores without gradients and converts them to CSR.
+        """Return the timed calls of an implementation: scores are computed and converted to CSR.
+
+        There is no training, because the cases are for encoding.
 
         Args:
-            call: a function that returns dense scores.
-            label: name of the function, for reports.
-            train: ignored, since there is no training.
+            call: an implementation, which returns dense scores ``[B, V]``.
+            label: name of the implementation, for reports.
+            train: ignored.
         """
 
         def scatter_to_csr(weights: Tensor, ids: Tensor, ignored: Tensor, vocab: int) -> Tensor:

@@ -65,8 +65,8 @@ def fp8_linear(
     Each token and each row of the weight is divided by a scale, so that its largest entry becomes
     448, and rounded to e4m3: the relative error of an entry is at most 1/16. There is no gradient.
 
-    The weight is rounded at every call, since its changes cannot always be detected. That reads it
-    once, which is a small part of the products of a batch of some thousand tokens.
+    The weight is rounded at every call, since its changes cannot always be detected. Rounding reads
+    the weight once, which takes a small part of the time of a product with some thousand tokens.
 
     Args:
         hidden: hidden states ``[..., K]``, or their :func:`fp8_rows`, which several layers can

@@ -158,7 +158,10 @@ def parallel_head_sparse(
     out_dtype: torch.dtype | None,
     top_k: int | None,
 ) -> Tensor:
-    """Select scores on each rank, gather them, and select the largest among all.
+    """Compute sparse scores with an LM head whose vocabulary is sharded over ranks.
+
+    Each rank computes and selects scores of its part of the vocabulary. The selected scores are
+    gathered, and the `top_k` largest of each row are selected among them.
 
     Args:
         head: :func:`lsr_head_sparse` with its options, for plain tensors.
@@ -176,7 +179,7 @@ def parallel_head_sparse(
     local_weight = _local(weight)
     accumulator_dtype = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
-        if local_weight.size(0) == 0:  # fewer columns than ranks
+        if local_weight.size(0) == 0:  # the vocabulary is too small to be divided over all ranks
             counts = torch.zeros(local_tokens.batch, dtype=torch.int64, device=hidden.device)
             columns = counts.new_zeros(0)
             values = hidden.new_zeros(0, dtype=accumulator_dtype)

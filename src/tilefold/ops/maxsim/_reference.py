@@ -91,7 +91,12 @@ def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
 
 
 def padded_sides(problem: Problem) -> tuple[PaddedTokens, PaddedTokens]:
-    """Return queries and documents, padded, in at least fp32, and normalized if the call asks."""
+    """Return the queries and the documents of a problem as padded tensors, in at least fp32.
+
+    Args:
+        problem: the tensors and options of a call. With ``problem.normalize``, token vectors are
+            divided by their L2 norms.
+    """
     dtype = wide_dtype(problem.queries.dtype)
     queries = pad_sequences(
         problem.queries.to(dtype),
