@@ -413,7 +413,8 @@ class FeedbackOptions(Options):
     def interpolation(self) -> Interpolation | None:
         """Return how the ranking of ``--prf-with`` is interpolated, or None without that option.
 
-        Its scores are mixed with those of the search before or after pseudo-relevance feedback.
+        Its scores are mixed with those of the search before or after pseudo-relevance feedback, or
+        both.
 
         Raises:
             UsageError: if a value is out of range.

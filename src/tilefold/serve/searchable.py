@@ -89,11 +89,10 @@ class Searchable:
 
     @cached_property
     def searcher(self) -> Searcher:
-        """Searcher that ranks and reranks.
+        """The searcher of the index, which ranks documents and reranks the best.
 
-        The service encodes the queries. The searcher gets the models to compare their precision
-        with the precision of the vectors. ``other_model=True`` skips the check that the models
-        encoded the documents; the caller checks it.
+        The service encodes the queries of searches. The searcher gets the models to compare their
+        precision with that of the documents' vectors, and to explain late-interaction scores.
         """
         return Searcher(
             self.index,
@@ -104,6 +103,7 @@ class Searchable:
             late=None if self.late is None else self.late.model,
             tokens=self.store,
             options=self.options,
+            # Leaves out the check that the models encoded the documents, which the caller makes.
             other_model=True,
         )
 

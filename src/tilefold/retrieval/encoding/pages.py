@@ -325,7 +325,16 @@ class PagePreparation:
         self._dpi = dpi
 
     def prepare(self, batch: PageBatch) -> PreparedPages:
-        """Return the features of a batch, and the errors of pages that could not be prepared."""
+        """Decode the pages of a batch, and compute their features with the model's processor.
+
+        A page that fails does not stop the others.
+
+        Args:
+            batch: pages, and their positions in the window of texts and pages.
+
+        Returns:
+            The features of the other pages, and the error of each page that failed.
+        """
         prepared = PreparedPages()
         images: dict[int, Image] = {}
         for position, page in zip(batch.positions, batch.pages, strict=True):
@@ -338,6 +347,8 @@ class PagePreparation:
             return image_features(self._model, [images[position] for position in positions])
 
         if images:
+            # The processor takes all images at once. If it fails, ever smaller groups are tried,
+            # until the images at fault are alone.
             for positions, outcome in bisect_failures(list(images), features_of):
                 if isinstance(outcome, Exception):
                     prepared.failures[positions[0]] = picklable_error(outcome)

@@ -241,7 +241,9 @@ class _ForkedWorkers:
             self._process_ids[number] = process_id
 
     def _run(self, number: int, connection: Connection) -> NoReturn:
-        """Run the worker in the new process, and end the process.
+        """Run the worker in the forked process, and end the process.
+
+        The exit code is 0, or 1 after an exception.
 
         Args:
             number: number of the worker.
@@ -249,12 +251,14 @@ class _ForkedWorkers:
         """
         exit_code = 1
         try:
+            # The copy of the template's connection, which a worker does not use.
             self._requests.close()
             self._run_worker(number, connection)
             exit_code = 0
         except BaseException:
             traceback.print_exc()
         finally:
+            # Otherwise this process would go on to run the code of the template that forked it.
             os._exit(exit_code)
 
     def end(self, number: int) -> int | OSError:
