@@ -112,7 +112,8 @@ class PartList:
         """Write this list into the folder of an index, in place of the earlier list.
 
         This step makes an update visible: a reader that opens the index afterwards sees the parts
-        of this list. The file is flushed to disk, so that the update survives a crash of the machine.
+        of this list. The file is flushed to disk, so that the update also survives a crash of the
+        machine.
 
         Args:
             index: the folder of the index.
