@@ -274,12 +274,12 @@ class PlanBuilder:
         shape: Iterable[int],
         dtype: torch.dtype = torch.float32,
     ) -> str:
-        """Add a contiguous buffer, and return its name.
+        """Add a contiguous tensor that is allocated when the plan runs, and return its name.
 
         Args:
-            name: its name.
-            shape: its shape.
-            dtype: its dtype.
+            name: name by which the steps of the plan read and write the buffer.
+            shape: shape of the buffer.
+            dtype: dtype of the buffer.
         """
         self._buffers[name] = Buffer(tuple(shape), dtype)
         return name

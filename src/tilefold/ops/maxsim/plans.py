@@ -91,40 +91,19 @@ class MaxSimPlanBuilder(PlanBuilder):
         tensors: Mapping[str, Tensor | None],
         *leading: TorchStep,
     ) -> None:
-        """Set the parameters that kernels share, and copy tensors that they cannot read.
+        """Set the parameters that kernels share, and plan copies of tensors that they cannot read.
+
+        Kernels read contiguous tensors that begin at multiples of 16 bytes, and int32 offsets.
 
         Args:
             problem: tensors and options of the call.
             setting: facts about the device.
             tensors: tensors by name.
-            leading: torch steps after the first copies.
+            leading: torch steps that run between the copies and the conversion of offsets.
         """
         self.problem = problem
         self.setting = setting
-        temperature = problem.temperature
-        super().__init__(
-            {
-                "Tq": problem.queries.size(0),
-                "Td": problem.documents.size(0),
-                "Nq": problem.n_queries,
-                "Nd": problem.n_documents,
-                "length_q": problem.query_length,
-                "length_d": problem.document_length,
-                "group": max(problem.group, 1),
-                "longest": problem.longest_query,
-                "temperature": temperature,
-                "inverse_temperature": 1.0 / temperature if temperature else 0.0,
-                "divisor": problem.divisor,
-                "one": 1,
-                "D": problem.queries.size(1),
-                "UNIFORM_Q": problem.cu_queries is None,
-                "UNIFORM_D": problem.cu_documents is None,
-                "HAS_SCALE": problem.normalize or problem.document_scale is not None,
-                "HAS_QMASK": problem.query_mask is not None,
-                "HAS_DMASK": problem.document_mask is not None,
-                "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[problem.pairing],
-            },
-        )
+        super().__init__(_kernel_parameters(problem))
         self.non_empty: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if tensor is None:
@@ -132,6 +111,7 @@ class MaxSimPlanBuilder(PlanBuilder):
             if tensor.numel():
                 self.non_empty[name] = tensor
             else:
+                # No tensor is called so. Kernels then get None.
                 self.replace_tensor(name, by=f"no_{name}")
         if setting.aligned:
             self.make_contiguous(self.non_empty)
@@ -194,6 +174,36 @@ class MaxSimPlanBuilder(PlanBuilder):
             n_query_rows,
             n_other_rows=n_document_rows,
         )
+
+
+def _kernel_parameters(problem: Problem) -> dict[str, Any]:
+    """Return the values that kernels of MaxSim share, by the names of the kernels' parameters.
+
+    Args:
+        problem: tensors and options of the call.
+    """
+    temperature = problem.temperature
+    return {
+        "Tq": problem.queries.size(0),
+        "Td": problem.documents.size(0),
+        "Nq": problem.n_queries,
+        "Nd": problem.n_documents,
+        "length_q": problem.query_length,
+        "length_d": problem.document_length,
+        "group": max(problem.group, 1),
+        "longest": problem.longest_query,
+        "temperature": temperature,
+        "inverse_temperature": 1.0 / temperature if temperature else 0.0,
+        "divisor": problem.divisor,
+        "one": 1,  # an argument, because the compiler must not know its value
+        "D": problem.queries.size(1),
+        "UNIFORM_Q": problem.cu_queries is None,
+        "UNIFORM_D": problem.cu_documents is None,
+        "HAS_SCALE": problem.normalize or problem.document_scale is not None,
+        "HAS_QMASK": problem.query_mask is not None,
+        "HAS_DMASK": problem.document_mask is not None,
+        "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[problem.pairing],
+    }
 
 
 def _to_int32(offsets: Tensor) -> Tensor:

@@ -251,12 +251,13 @@ def _backward(
     options: XtrOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of queries and documents, as MaxSim does.
+    """Compute the gradients of queries and documents with the backward pass of MaxSim.
 
-    They come from the maxima that were retrieved. The other ones are saved as "no winner".
+    The forward pass has saved which document token is the maximum of each query token. A maximum
+    that was not retrieved is saved as "no winner", and so has no gradient.
 
     Args:
-        dscores: gradient of the scores.
+        dscores: gradient of the scores, which are sums of maxima divided by ``saved.divisor``.
         saved: what the forward pass saved.
         options: checked options.
         needs: whether the gradients of queries and documents are needed.
