@@ -430,7 +430,10 @@ def _build_packed_flash_maxsim(inputs: MaxSimInputs, cu_seqlens: Tensor) -> spec
 def _build_late_interaction_kernels(inputs: MaxSimInputs) -> spec.Runnable:
     """Return MaxSim of the package ``late_interaction_kernels``, as a call on the inputs.
 
-    Its function for packed documents is called with a single query, the first one.
+    Padded documents are scored with all queries, and packed documents with the first query only.
+
+    Args:
+        inputs: the inputs of the case.
     """
     package: Any = importlib.import_module("late_interaction_kernels")
     if inputs.cu_seqlens is None:

@@ -510,7 +510,7 @@ class PendingTokenRows(HostCopy):
         mask: Tensor,
         to_stored: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> None:
-        """Pack and convert the vectors, and start copying them to the CPU.
+        """Remove padding, convert the vectors to their stored type, and start the copy to the CPU.
 
         Args:
             vectors: vectors of padded texts, ``[B, S, D]``.

@@ -24,6 +24,7 @@ _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
 _COLORS = ("black", "navy", "darkgreen", "maroon")
 _TABLE_COLUMNS = 3
+_RANDOM_TABLE_SIZES = (0, 6, 9)  # words in the table of a random page, 0 for a page without a table
 _IMAGE_SUFFIXES = (".png", ".jpg", ".webp", ".tiff")
 
 
@@ -183,7 +184,7 @@ def random_pages(
     font_size: int = 18,
     seed: int = 0,
 ) -> list[SyntheticPage]:
-    """Draw pages of random words, most of them with a table.
+    """Draw pages of random words. Two of three have a table if they have more than 18 words.
 
     Args:
         n_pages: number of pages.
@@ -194,10 +195,12 @@ def random_pages(
         seed: seed of the words.
     """
     generator = random.Random(seed)  # noqa: S311
+    # At least half of the words of a page are in its text.
+    has_room_for_table = words_per_page > 2 * max(_RANDOM_TABLE_SIZES)
     pages: list[SyntheticPage] = []
     for number in range(n_pages):
         words = generator.sample(list(vocabulary), min(words_per_page, len(vocabulary)))
-        n_table_words = generator.choice((0, 6, 9)) if words_per_page > 2 * 9 else 0
+        n_table_words = generator.choice(_RANDOM_TABLE_SIZES) if has_room_for_table else 0
         pages.append(
             draw_page(
                 words,
