@@ -191,11 +191,22 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(
     assert "at most 1 documents per query" in partial.err
 
 
+def test_measures_are_read_in_any_case_and_reported_by_their_usual_names(
+    call: Call,
+    work: Path,
+) -> None:
+    run = work / "run.trec"
+    run.write_text("q12 Q0 d12 1 1.0 bm25\n")
+    requested = ("--measure", "ndcg@10", "--measure", "mrr@10", "--measure", "nDCG@10")
+    evaluated = call("evaluate", "--data", work / "data", "--run", run, *requested, "--json")
+    assert list(json.loads(evaluated.out)["measures"]) == ["nDCG@10", "RR@10"]
+
+
 def test_wrong_measures_and_places_are_found_first(call: Call, work: Path) -> None:
     runs = ("--run", work / "run.trec", "--data", work / "no such data")
     for option, value, message in (
         ("--measure", "nDCG@0", "--measure: measures: expected names such as nDCG@10"),
-        ("--measure", "ndcg@10", "got 'ndcg@10'"),
+        ("--measure", "ndgc@10", "got 'ndgc@10'"),
         ("--save-run", work / "run.trec" / "x.trec", "--save-run: "),
         ("--save-run", work, "--save-run: expected a file, got the folder"),
     ):

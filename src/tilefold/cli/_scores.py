@@ -119,22 +119,26 @@ class Measures(NamedTuple):
 
 
 def requested_measures(names: Sequence[str] | None) -> Measures:
-    """Return the measures of ``--measure``, or the default measures.
+    """Return the measures of ``--measure`` with their usual names, or the default measures.
 
     Args:
-        names: the names of the measures; None takes the default measures.
+        names: the names of the measures, in any case; None takes the default measures.
 
     Raises:
         UsageError: if a measure is unknown.
     """
-    from tilefold.retrieval.evaluation.measures import DEFAULT_MEASURES, check_measures
+    from tilefold.retrieval.evaluation.measures import (
+        DEFAULT_MEASURES,
+        check_measures,
+        usual_names,
+    )
 
     requested_names = names or DEFAULT_MEASURES
     try:
         depth = check_measures(requested_names)
+        return Measures(usual_names(requested_names), depth)
     except ValueError as error:
         raise UsageError(f"--measure: {error}") from error
-    return Measures(requested_names, depth)
 
 
 def note_unused_depth(k: int | None, depth: int) -> None:

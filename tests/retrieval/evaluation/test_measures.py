@@ -7,12 +7,13 @@ import re
 import shutil
 from typing import Any
 
+import ir_measures
 import numpy as np
 import pytest
 
 from tilefold import retrieval as r
 from tilefold.retrieval.errors import VocabularyMismatchError
-from tilefold.retrieval.evaluation.measures import check_measures, choose_weights
+from tilefold.retrieval.evaluation.measures import check_measures, choose_weights, usual_names
 
 RUN = {"q": {"a": 1.0}}
 QRELS = {"q": {"a": 1}}
@@ -207,12 +208,44 @@ def test_the_deepest_cut_off_of_measures_is_how_many_documents_a_search_must_ret
         "R(rel=0)@10",
         "IPrec@1.5",
         "alpha_nDCG@10",
-        "ndcg@10",
+        "ndgc@10",
     ],
 )
 def test_an_unknown_measure_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"such as nDCG@10.*got '" + re.escape(name)):
         check_measures(["nDCG@10", name])
+
+
+@pytest.mark.parametrize(
+    ("name", "usual_name"),
+    [
+        ("ndcg@10", "nDCG@10"),
+        ("NDCG@10", "nDCG@10"),
+        ("recall@100", "R@100"),
+        ("mrr@10", "RR@10"),
+        ("map", "AP"),
+        ("p(rel=2)@5", "P(rel=2)@5"),
+        ("ndcg(gains={1:2})@10", "nDCG(gains={1:2})@10"),
+        ("RR@10", "RR@10"),
+    ],
+)
+def test_a_measure_is_read_in_any_case(name: str, usual_name: str) -> None:
+    assert usual_names([name]) == [usual_name]
+    assert r.evaluate(RUN, QRELS, [name]) == {
+        name: r.evaluate(RUN, QRELS, [usual_name])[usual_name]
+    }
+
+
+def test_two_spellings_of_a_measure_have_one_usual_name() -> None:
+    assert usual_names(["ndcg@10", "AP", "nDCG@10"]) == ["nDCG@10", "AP"]
+
+
+def test_measures_whose_names_differ_in_case_only_are_the_same() -> None:
+    registry = ir_measures.measures.registry
+    measures_by_name: dict[str, set[str]] = {}
+    for name, measure in registry.items():
+        measures_by_name.setdefault(name.lower(), set()).add(str(measure))
+    assert all(len(measures) == 1 for measures in measures_by_name.values())
 
 
 def test_a_measure_with_a_gain_that_overflows_is_refused() -> None:

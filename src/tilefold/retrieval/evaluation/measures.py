@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ __all__ = [
     "flops",
     "read_trec_provenance",
     "read_trec_run",
+    "usual_names",
     "write_trec_run",
 ]
 
@@ -83,7 +85,7 @@ def evaluate(
             document is not relevant, and is left out by ``infAP``, ``Bpref`` and measures with
             ``judged_only=True``. Only ``Judged@k`` counts it as judged.
         measures: names of measures in the syntax of ir-measures, such as ``nDCG@10``, ``R@100``,
-            ``RR@10`` or ``AP``.
+            ``RR@10`` or ``AP``, in any case. The result has them as they are given.
         ignore_identical_ids: whether to leave out hits whose document has the query's id, as BEIR
             does for collections whose queries are documents (ArguAna, Quora). None leaves them out
             if no document with its query's id is relevant in `qrels`. :func:`conventions` counts
@@ -465,6 +467,22 @@ def check_measures(measures: Sequence[str]) -> int:
     return max(int(metric.params.get("cutoff", 0)) for metric in _parse_measures(measures))
 
 
+def usual_names(measures: Sequence[str]) -> list[str]:
+    """Return the names under which measures are reported, each measure once.
+
+    Args:
+        measures: names of measures, in any case, such as ``ndcg@10`` or ``MRR@10``.
+
+    Returns:
+        The names in the spelling of ir-measures, such as ``nDCG@10`` or ``RR@10``.
+
+    Raises:
+        ValueError: if a measure is unknown, or has wrong parameters.
+    """
+    names = [str(measure) for measure in _parse_measures(measures)]
+    return list(dict.fromkeys(names))
+
+
 def _import_ir_measures() -> ModuleType:
     return require("ir_measures", "ir-measures", "Evaluation")
 
@@ -487,7 +505,7 @@ def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
 
     Args:
         ir_measures: the module ``ir_measures``.
-        name: the name of the measure.
+        name: the name of the measure, in any case.
 
     Returns:
         The measure, an object of ir-measures.
@@ -496,7 +514,7 @@ def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
         ValueError: if the measure is unknown, or a parameter is out of range.
     """
     try:
-        measure = ir_measures.parse_measure(name)
+        measure = ir_measures.parse_measure(_with_registered_case(ir_measures, name))
         _check_parameters(measure.params)
         is_supported = ir_measures.DefaultPipeline.supports(measure)
     except (NameError, ValueError, SyntaxError, TypeError, AssertionError) as error:
@@ -504,6 +522,28 @@ def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
     if not is_supported:
         raise _measure_error(name, "no installed package computes it")
     return measure
+
+
+def _with_registered_case(ir_measures: ModuleType, name: str) -> str:
+    """Spell a measure as ir-measures registers it: ``nDCG@10`` for ``ndcg@10``.
+
+    ir-measures distinguishes case, but names that differ in case only are aliases of one measure.
+
+    Args:
+        ir_measures: the module ``ir_measures``.
+        name: the name of a measure, with its parameters and cut-off, which are left as they are.
+
+    Returns:
+        The name in the registered case; `name` itself if the measure is unknown.
+    """
+    word = re.split(r"\W", name, maxsplit=1)[0]
+    registered_names = ir_measures.measures.registry
+    if word in registered_names:
+        return name
+    for registered_name in registered_names:
+        if registered_name.lower() == word.lower():
+            return f"{registered_name}{name[len(word) :]}"
+    return name
 
 
 def _check_parameters(parameters: Mapping[str, Any]) -> None:
