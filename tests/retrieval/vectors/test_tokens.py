@@ -224,6 +224,25 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(
         tokens.read_tensors(path, "values")
 
 
+def test_ids_and_vectors_of_a_shard_are_of_the_same_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_store([random_token_vectors([3, 2], "fp16")], tmp_path / "store")
+    (path,) = (tmp_path / "store").glob("*.safetensors")
+    read_tensors = tokens.read_tensors
+
+    def read_and_replace(path: Path, *names: str, **options: Any) -> Any:
+        tensors = read_tensors(path, *names, **options)
+        save_file({"ids": torch.tensor(list(b'["x", "y"]'), dtype=torch.uint8)}, tmp_path / "new")
+        (tmp_path / "new").replace(path)
+        return tensors
+
+    expected_ids = tokens._read_shard(path).ids
+    monkeypatch.setattr(tokens, "read_tensors", read_and_replace)
+    assert tokens._read_shard(path).ids == expected_ids
+
+
 def test_tensors_of_a_file_are_those_of_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "values.safetensors"
     stored = {

@@ -420,7 +420,7 @@ class TokenStore:
         self.ids: dict[str, tuple[int, int]] = {}
         for shard_index, entry in enumerate(manifest.shards):
             file = shard_file(folder, entry, verify=False)
-            ids = _read_ids(file)
+            ids = _decode_ids(read_tensors(file, "ids")["ids"], file)
             if len(ids) != entry["rows"]:
                 raise DataError(
                     f"{file}: expected {entry['rows']} texts, got {len(ids)}. {REMEDY}",
@@ -630,12 +630,19 @@ def _map_again(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return mapped
 
 
-def _read_ids(path: Path) -> list[str]:
-    """Read the ids of a shard, which are stored as the UTF-8 bytes of a JSON list."""
-    raw = read_tensors(path, "ids")["ids"]
+def _decode_ids(encoded_ids: Tensor, path: Path) -> list[str]:
+    """Decode the ids of a shard, which are stored as the UTF-8 bytes of a JSON list.
+
+    Args:
+        encoded_ids: the bytes, a tensor of the file.
+        path: the file, for errors.
+
+    Raises:
+        DataError: if the bytes are not a JSON list.
+    """
     try:
         # Ids in memory may have half a surrogate pair, which strict UTF-8 cannot encode.
-        ids = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
+        ids = json.loads(encoded_ids.numpy().tobytes().decode("utf-8", "surrogatepass"))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path}: could not read the ids of its texts ({error}). {REMEDY}"
@@ -651,8 +658,8 @@ def _read_shard(path: Path) -> TokenVectors:
     Raises:
         DataError: if the file is damaged. The message names the file.
     """
-    tensors = read_tensors(path, "offsets", "values", optional=("scales",))
-    ids = _read_ids(path)
+    tensors = read_tensors(path, "ids", "offsets", "values", optional=("scales",))
+    ids = _decode_ids(tensors["ids"], path)
     try:
         return TokenVectors(
             ids,
