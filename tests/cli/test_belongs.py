@@ -197,9 +197,9 @@ def test_measures_are_read_in_any_case_and_reported_by_their_usual_names(
 ) -> None:
     run = work / "run.trec"
     run.write_text("q12 Q0 d12 1 1.0 bm25\n")
-    requested = ("--measure", "ndcg@10", "--measure", "mrr@10", "--measure", "nDCG@10")
+    requested = ("--measure", "ndcg@10", "--measure", "MRR@10", "--measure", "nDCG@10")
     evaluated = call("evaluate", "--data", work / "data", "--run", run, *requested, "--json")
-    assert list(json.loads(evaluated.out)["measures"]) == ["nDCG@10", "RR@10"]
+    assert list(json.loads(evaluated.out)["measures"]) == ["nDCG@10", "MRR@10"]
 
 
 def test_wrong_measures_and_places_are_found_first(call: Call, work: Path) -> None:

@@ -544,10 +544,21 @@ def document_frequencies_are_those_of_all_ranks(rank: Rank) -> None:
     assert_within_budget(loss.weights, losses.df_weights(frequencies).float())
 
 
+def term_recall_losses_average_to_that_of_all_rows(rank: Rank) -> None:
+    """The first rank has the only nonzero weight of all documents."""
+    queries = torch.tensor([[1.0, 0.0]], device=rank.device)
+    weight = 0.5 if rank.rank == 0 else 0.0
+    documents = torch.tensor([[weight, 0.0]], device=rank.device)
+    total = losses.TermRecallLoss().compute_loss_from_embeddings([queries, documents])
+    torch.distributed.all_reduce(total)
+    assert total.item() / rank.size == pytest.approx((1 - 0.5) ** 2)
+
+
 @pytest.mark.parametrize(
     ("job", "arguments"),
     [
         pytest.param(averaged_gradients_are_those_of_all_rows, [], id="rows"),
+        pytest.param(term_recall_losses_average_to_that_of_all_rows, [], id="term recall"),
         pytest.param(
             vocabulary_shards_give_the_value_and_gradient_of_all_columns,
             [Shard(1)],
@@ -563,7 +574,7 @@ def document_frequencies_are_those_of_all_ranks(rank: Rank) -> None:
         pytest.param(document_frequencies_are_those_of_all_ranks, [], id="document frequencies"),
     ],
 )
-def test_regularizers_over_rows_and_columns_of_ranks(
+def test_losses_over_rows_and_columns_of_ranks(
     ranks: Ranks,
     job: Callable[..., None],
     arguments: list[Any],

@@ -199,12 +199,14 @@ class TermRecallLoss(nn.Module):
         targets = (queries.detach() != 0).to(documents.dtype)
         squared_errors = is_nonzero * (documents - targets).square()
         n_weights = is_nonzero.sum()
+        n_ranks = 1
         all_ranks = resolve_group("world")
         if all_ranks is not None:
             # DDP averages the gradients of the ranks. Every rank therefore divides by the mean
             # number of nonzero weights of a rank, so that each weight of each rank counts equally.
-            n_weights = sum_over_rows(n_weights, all_ranks) / dist.get_world_size(all_ranks)
-        return squared_errors.sum() / n_weights.clamp(min=1)
+            n_weights = sum_over_rows(n_weights, all_ranks)
+            n_ranks = dist.get_world_size(all_ranks)
+        return squared_errors.sum() * n_ranks / n_weights.clamp(min=1)
 
 
 def _columns_in_fp32(

@@ -220,7 +220,8 @@ def test_an_unknown_measure_is_refused(name: str) -> None:
     ("name", "usual_name"),
     [
         ("ndcg@10", "nDCG@10"),
-        ("NDCG@10", "nDCG@10"),
+        ("Ndcg@10", "nDCG@10"),
+        ("MRR@10", "MRR@10"),
         ("recall@100", "R@100"),
         ("mrr@10", "RR@10"),
         ("map", "AP"),

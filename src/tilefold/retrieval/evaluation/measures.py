@@ -468,18 +468,23 @@ def check_measures(measures: Sequence[str]) -> int:
 
 
 def usual_names(measures: Sequence[str]) -> list[str]:
-    """Return the names under which measures are reported, each measure once.
+    """Return the names under which measures are reported, each name once.
 
     Args:
         measures: names of measures, in any case, such as ``ndcg@10`` or ``MRR@10``.
 
     Returns:
-        The names in the spelling of ir-measures, such as ``nDCG@10`` or ``RR@10``.
+        The names that ir-measures knows, such as ``MRR@10``, as they are. Others have the spelling
+        of ir-measures, such as ``nDCG@10``.
 
     Raises:
         ValueError: if a measure is unknown, or has wrong parameters.
     """
-    names = [str(measure) for measure in _parse_measures(measures)]
+    ir_measures = _import_ir_measures()
+    names = [
+        name if _with_registered_case(ir_measures, name) == name else str(measure)
+        for name, measure in zip(measures, _parse_measures(measures), strict=True)
+    ]
     return list(dict.fromkeys(names))
 
 
