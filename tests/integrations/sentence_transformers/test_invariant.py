@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, XLMRobertaConfig
 
 from tests.integrations.decoder_models import save_tiny_decoder
 from tests.integrations.multi_vector_models import build_colbert
@@ -134,6 +136,45 @@ def test_sparse_vectors_have_the_same_bits_in_every_batch(
     accelerate(model, invariant=True)
     _assert_invariant(lambda texts: encode_sparse(model, texts, top_k=20).to_dense())
     _assert_invariant(lambda texts: encode_sparse(model, texts, batch_tokens=64).to_dense())
+
+
+def test_gelu_has_the_same_bits_for_each_number_of_elements() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        elements = 3 * torch.randn(2000, generator=generator)
+        expected = _invariant._gelu(elements)
+        for n_elements in (1, 3, 7, 9, 15, 17, 31, 50, 78, 100, 150):
+            part = _invariant._gelu(elements[:n_elements])
+            assert torch.equal(part, expected[:n_elements])
+
+
+def test_a_head_that_calls_gelu_as_a_function_has_the_same_bits_in_every_batch(
+    tokenizer_folder: Path,
+) -> None:
+    """The width is no multiple of a vector register."""
+    config = XLMRobertaConfig(
+        vocab_size=30522,
+        hidden_size=36,
+        intermediate_size=72,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        max_position_embeddings=130,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    network = AutoModelForMaskedLM.from_config(config)
+    folder = tokenizer_folder.parent / "xlm-roberta-of-36-columns"
+    network.save_pretrained(str(folder))
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    transformer = Transformer(str(folder), transformer_task="fill-mask")
+    model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
+    stock = model.encode(_WORDS, convert_to_tensor=True).to_dense()
+    accelerate(model, invariant=True)
+    head = transformer.model.lm_head
+    assert isinstance(head.forward, _invariant.InvariantHead)
+    assert_close(model.encode(_WORDS, convert_to_tensor=True).to_dense(), stock, FP32_BUDGET)
+    set_precision(model, "fp16")
+    _assert_invariant(lambda texts: encode_sparse(model, texts, top_k=20).to_dense())
 
 
 @pytest.mark.gpu

@@ -64,6 +64,19 @@ _EXACT_POOLINGS = frozenset({"cls", "lasttoken", "max"})
 # Coefficients of the tanh approximation of GELU.
 _GELU_TANH_SCALE = math.sqrt(2 / math.pi)
 _GELU_TANH_CUBIC = 0.044715
+# Heads of transformers that call GELU as a function, and not as a module.
+_HEADS_WITH_GELU = frozenset(
+    {
+        "CamembertLMHead",
+        "Data2VecTextLMHead",
+        "RobertaLMHead",
+        "RobertaPreLayerNormLMHead",
+        "XLMRobertaLMHead",
+        "XLMRobertaXLLMHead",
+    }
+)
+# Number of elements that fill the vector registers of every CPU a whole number of times.
+_REGISTER_ELEMENTS = 64
 # Words per text of the self-check. Products of few and of many rows differ most.
 _CHECKED_WORDS = (1, 3, 10, 40, 2, 90)
 
@@ -166,6 +179,29 @@ class InvariantActivation(Replacement):
             return self.function(inputs.float()).to(inputs.dtype)
         outputs: Tensor = type(self.owner).forward(self.owner, inputs)
         return outputs
+
+
+class InvariantHead(Replacement):
+    """Replaces the forward of one LM head of RoBERTa's kind, which calls GELU as a function.
+
+    A CPU computes GELU differently at the end of an array.
+    """
+
+    def __call__(self, features: Tensor, **options: object) -> Tensor:
+        """Compute the logits; on GPUs and with gradients, as the class of the head does.
+
+        Args:
+            features: token states ``[B, S, D]``.
+            options: further arguments of the head.
+        """
+        head = self.owner
+        if features.device.type != "cpu" or torch.is_grad_enabled():
+            outputs: Tensor = type(head).forward(head, features, **options)
+            return outputs
+        states = head.dense(features)
+        states = _gelu(states.float()).to(states.dtype)
+        logits: Tensor = head.decoder(head.layer_norm(states))
+        return logits
 
 
 class InvariantMean(Replacement):
@@ -309,6 +345,8 @@ def _replacement_for(module: nn.Module) -> Replacement | None:
         return _replacement_for_linear(module)
     if isinstance(module, Normalize):
         return InvariantNormalize(module)
+    if type(module).__name__ in _HEADS_WITH_GELU:
+        return InvariantHead(module)
     if _is_activation(module):
         function = _composed_activation(module)
         return None if function is None else InvariantActivation(module, function)
@@ -442,10 +480,20 @@ def _silu(inputs: Tensor) -> Tensor:
 def _gelu(inputs: Tensor) -> Tensor:
     """Return GELU of each element.
 
-    A CPU has another kernel for inputs that are not contiguous. A half of the columns, as in gated
-    layers, is contiguous for one row alone.
+    A CPU computes the last elements, which do not fill a vector register, in another way. The
+    array is padded, so that the share of each thread fills the registers. It has also another
+    kernel for inputs that are not contiguous. A half of the columns, as in gated layers, is
+    contiguous for one row alone.
+
+    Args:
+        inputs: fp32 of any shape.
     """
-    return nn.functional.gelu(inputs.contiguous())
+    elements = inputs.reshape(-1)  # contiguous
+    n_missing = -elements.numel() % (_REGISTER_ELEMENTS * torch.get_num_threads())
+    if n_missing == 0:
+        return nn.functional.gelu(elements).view(inputs.shape)
+    padded = nn.functional.pad(elements, (0, n_missing))
+    return nn.functional.gelu(padded)[: elements.numel()].view(inputs.shape)
 
 
 def _gelu_tanh(inputs: Tensor) -> Tensor:

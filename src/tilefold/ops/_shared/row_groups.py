@@ -222,7 +222,7 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         return multiply_rows(rows, weight, bias)  # raises the error of torch
     weight = align(weight)
     if bias is not None:
-        bias = bias.expand(weight.size(0)).contiguous()
+        bias = align(bias.expand(weight.size(0)))
     n_rows = rows.size(0)
     groups = _groups_with_equal_bits(n_rows, product_kind_of(weight, bias is not None))
     if len(groups) == 1:  # the product is the result, without a copy
