@@ -184,7 +184,8 @@ class InvariantActivation(Replacement):
 class InvariantHead(Replacement):
     """Replaces the forward of one LM head of RoBERTa's kind, which calls GELU as a function.
 
-    A CPU computes GELU differently at the end of an array.
+    A CPU computes GELU differently at the end of an array. The forward of such a head is a linear
+    layer, GELU, a LayerNorm and the projection to the vocabulary.
     """
 
     def __call__(self, features: Tensor, **options: object) -> Tensor:
@@ -480,10 +481,12 @@ def _silu(inputs: Tensor) -> Tensor:
 def _gelu(inputs: Tensor) -> Tensor:
     """Return GELU of each element.
 
-    A CPU computes the last elements, which do not fill a vector register, in another way. The
-    array is padded, so that the share of each thread fills the registers. It has also another
-    kernel for inputs that are not contiguous. A half of the columns, as in gated layers, is
-    contiguous for one row alone.
+    A CPU computes the last elements of an array, which do not fill a vector register, in another
+    way. The array is padded, so that equal shares of all threads fill the registers. If torch lets
+    only some of four or more threads take part, the end of a share may still not fill one.
+
+    A CPU also has another kernel for inputs that are not contiguous. A half of the columns, as in
+    gated layers, is contiguous for one row alone, so the inputs are always made contiguous.
 
     Args:
         inputs: fp32 of any shape.
